@@ -1,0 +1,216 @@
+"""Blocks of rows: their names, how one is written, and what is there already.
+
+A split is cut into contiguous blocks of `block_rows` rows. A block is one parquet file, written once and whole, under
+a name that is a function of split and number: the files that exist are the state from which a run resumes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from .result import PageResult
+
+SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
+LAYOUT_VERSION = 1
+INFO_COLUMN = "inference_info"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a split of `num_rows` wanted rows is cut."""
+
+    split: str
+    num_rows: int
+    block_rows: int
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.block_rows)
+
+    def positions(self, number: int) -> range:
+        """Which of the wanted rows block `number` holds."""
+        return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
+
+    def file_name(self, number: int) -> str:
+        """Return the name of block `number`, relative to the output."""
+        return f"data/{self.split}-{number:06d}.parquet"
+
+
+def block_number(split: str, file_name: str) -> int | None:
+    """Return the number of the block that `data/`'s `file_name` holds, or None if it is no block of this split."""
+    match = re.fullmatch(rf"{re.escape(split)}-(\d{{6}})\.parquet", file_name)
+    return int(match[1]) if match else None
+
+
+class BlockFolder:
+    """The blocks of one split in a local folder."""
+
+    def __init__(self, root: Path, split: str) -> None:
+        self.root = root
+        self.split = split
+        self._data = root / "data"
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are there."""
+        if not self._data.is_dir():
+            return set()
+        numbers = (block_number(self.split, file.name) for file in self._data.iterdir())
+        return {number for number in numbers if number is not None}
+
+    def path(self, number: int) -> Path:
+        """Where block `number` is, or will be."""
+        return self._data / f"{self.split}-{number:06d}.parquet"
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        import pyarrow.parquet as pq
+
+        metadata: dict[bytes, bytes] = pq.read_schema(self.path(min(self.closed()))).metadata or {}
+        return metadata.get(SETTINGS_KEY)
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, and nothing else."""
+        for number in self.closed():
+            self.path(number).unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run out of this split; sweep up what a killed one left half-written."""
+        self._data.mkdir(parents=True, exist_ok=True)
+        with (self._data / f".{self.split}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
+                ) from None
+            for leftover in self._data.glob(f".{self.split}-*.tmp"):
+                leftover.unlink(missing_ok=True)
+            yield
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write block `number`, whole or not at all."""
+        import pyarrow.parquet as pq
+
+        path = self.path(number)
+        half = path.with_name(f".{path.name}.tmp")
+        # Content-defined chunking lets the Hub store unchanged pictures once; 100 rows a group is what `datasets` takes
+        # for images.
+        pq.write_table(table, half, row_group_size=100, use_content_defined_chunking=True, write_page_index=True)
+        with half.open("rb") as written:
+            os.fsync(written.fileno())
+        half.replace(path)
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the settings that differ, one line each."""
+    return [
+        f"{key}: was {json.dumps(was.get(key))}, now {json.dumps(now.get(key))}"
+        for key in sorted({*was, *now})
+        if was.get(key) != now.get(key)
+    ]
+
+
+def check_settings_are_ours(where: str, stored: bytes | None, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` with the differences where the blocks in `where` were made with other settings than these."""
+    if stored is None:
+        raise UsageError(
+            f"{where} holds blocks that this script did not write; choose another output, or --overwrite them"
+        )
+    lines = differences(json.loads(stored), settings)
+    if lines:
+        raise UsageError(
+            f"{where} holds blocks of a run with other settings:\n  "
+            + "\n  ".join(lines)
+            + "\nGive the same settings to resume it, choose another output, or --overwrite to start anew."
+        )
+
+
+def new_columns(output_column: str) -> tuple[str, ...]:
+    """Name the columns that a run adds, but for `inference_info`, which it appends to."""
+    return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
+
+
+def check_columns(schema: pa.Schema, output_column: str) -> None:
+    """Raise `UsageError` where the input has a column that the run would add."""
+    clash = [column for column in new_columns(output_column) if column in schema.names]
+    if clash:
+        raise UsageError(
+            f"the input already has the column {', '.join(map(repr, clash))}; name another one with --output-column"
+        )
+
+
+def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, Any]) -> pa.Schema:
+    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept."""
+    import datasets
+    import pyarrow as pa
+
+    text, status, error, tokens = new_columns(output_column)
+    fields = [field for field in schema if field.name != INFO_COLUMN]
+    strings = [pa.field(name, pa.string()) for name in (text, status, error)]
+    added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
+    features = datasets.Features.from_arrow_schema(schema)
+    features.pop(INFO_COLUMN, None)
+    for field in added:
+        features[field.name] = datasets.Value(str(field.type))
+    metadata = {
+        **(schema.metadata or {}),
+        **features.arrow_schema.metadata,
+        SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
+    }
+    return pa.schema([*fields, *added], metadata=metadata)
+
+
+def block_table(
+    rows: pa.Table, results: Sequence[PageResult], schema: pa.Schema, output_column: str, info: Mapping[str, Any]
+) -> pa.Table:
+    """Join rows and results, one each in the same order, to the table of a block."""
+    import pyarrow as pa
+
+    if len(results) != rows.num_rows:
+        raise ValueError(f"{rows.num_rows} rows, but {len(results)} results")
+    earlier = rows[INFO_COLUMN].to_pylist() if INFO_COLUMN in rows.schema.names else [None] * rows.num_rows
+    values: dict[str, Any] = dict(
+        zip(
+            new_columns(output_column),
+            (
+                [None if result.text is None else storable(result.text) for result in results],
+                [result.status for result in results],
+                [None if result.error is None else storable(result.error) for result in results],
+                [result.tokens for result in results],
+            ),
+            strict=True,
+        )
+    )
+    values[INFO_COLUMN] = [appended_info(before, info) for before in earlier]
+    columns = [
+        pa.chunked_array([pa.array(values[field.name], type=field.type)]) if field.name in values else rows[field.name]
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
+    """Append this run's entry to a row's `inference_info`, a JSON list; what was no list is kept as its first entry."""
+    try:
+        entries = json.loads(before) if before else []
+    except ValueError:
+        entries = [before]
+    return json.dumps([*(entries if isinstance(entries, list) else [entries]), dict(info)])
+
+
+def storable(text: str) -> str:
+    """Return text that UTF-8 can hold: halves of a surrogate pair joined, a half without its other one made U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

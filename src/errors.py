@@ -1,0 +1,27 @@
+"""The errors that end a run, and the exit code of each."""
+
+from __future__ import annotations
+
+
+class JobError(Exception):
+    """Something that ends the run: the message says what, the value seen, and the next step."""
+
+    exit_code = 1
+
+
+class UsageError(JobError):
+    """The command line, the input or the output does not fit: nothing was asked and nothing was written."""
+
+    exit_code = 2
+
+
+class EngineError(JobError):
+    """The engine can't be started, can't be reached, refuses us, or serves something else. Closed blocks are kept."""
+
+
+class SourceError(JobError):
+    """The input stopped being readable in mid-run. Closed blocks are kept."""
+
+
+class PublishError(JobError):
+    """The blocks are all there, but the output could not be published. The same command publishes them."""

@@ -1,0 +1,192 @@
+"""The output: where it goes, whether it may go there, its card, and the one commit that publishes it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours, new_columns
+from .errors import PublishError, UsageError
+from .result import STATUSES
+
+CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
+CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any."""
+
+    folder: Path
+    repo_id: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.folder)
+
+
+def choose_output(name: str, work_dir: str | None) -> Output:
+    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
+    path = Path(name).expanduser()
+    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+        return Output(Path(work_dir) if work_dir else cache / name.replace("/", "--"), repo_id=name)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
+    if work_dir:
+        raise UsageError(f"--work-dir is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
+    return Output(path)
+
+
+def check_output_is_apart(output: Output, input_name: str) -> None:
+    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
+    if output.repo_id and output.repo_id == input_name:
+        raise UsageError(f"input and output are both {input_name!r}; name another output")
+    source = Path(input_name).expanduser()
+    if not source.exists():
+        return
+    here, there = output.folder.resolve(), source.resolve()
+    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
+        raise UsageError(
+            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
+        )
+
+
+def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Raise `UsageError` before any GPU time where the Hub output could not be published in the end."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
+
+    api = HfApi()
+    try:
+        user = api.whoami()
+    except (LocalTokenNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UsageError(
+            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
+            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+        ) from error
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+    try:
+        files = api.list_repo_files(output.repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return
+    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
+    if blocks and not overwrite:
+        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
+            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
+        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
+
+
+def count_statuses(folder: BlockFolder, output_column: str) -> Counter[str]:
+    """Count the statuses of all rows in closed blocks."""
+    import pyarrow.parquet as pq
+
+    column = new_columns(output_column)[1]
+    counts: Counter[str] = Counter()
+    for number in sorted(folder.closed()):
+        counts.update(pq.read_table(folder.path(number), columns=[column])[column].to_pylist())
+    return counts
+
+
+def card_text(
+    earlier: str,
+    *,
+    input_name: str,
+    plan: BlockPlan,
+    statuses: Mapping[str, int],
+    facts: Mapping[str, Any],
+    command: str,
+) -> str:
+    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before."""
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    data: dict[str, Any] = {}
+    people_wrote = earlier
+    if earlier.startswith("---"):
+        card = DatasetCard(earlier, ignore_metadata_errors=True)
+        data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
+    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
+    data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
+    body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
+    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in `default`."""
+    others = [dict(config) for config in configs if config.get("config_name") != "default"]
+    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
+    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
+    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
+    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
+    return [default, *others]
+
+
+def _with_section(text: str, section: str) -> str:
+    """Put our section where it was, or at the end."""
+    before, begin, rest = text.partition(CARD_BEGIN)
+    after = rest.partition(CARD_END)[2] if begin else ""
+    return f"{before.strip()}\n\n{section}\n\n{after.strip()}".strip()
+
+
+def _section(
+    input_name: str, plan: BlockPlan, statuses: Mapping[str, int], facts: Mapping[str, Any], command: str
+) -> str:
+    done = sum(statuses.values())
+    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
+    state = (
+        ""
+        if done == plan.num_rows
+        else f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    )
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
+    return (
+        f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
+        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
+    )
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_card(output: Output, **contents: Any) -> None:
+    """Write the card beside the blocks; an existing card's own text is kept."""
+    path = output.folder / "README.md"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    path.write_text(card_text(earlier, **contents), encoding="utf-8")
+
+
+def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
+    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=output.repo_id,
+            repo_type="dataset",
+            folder_path=output.folder,
+            allow_patterns=["README.md", f"data/{split}-*.parquet"],
+            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
+            commit_message=f"Text of split {split}",
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise PublishError(
+            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
+            "the same command publishes them without asking about a page again"
+        ) from error
+    return f"{api.endpoint}/datasets/{output.repo_id}"

@@ -1,0 +1,180 @@
+"""What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .result import STATUSES, PageResult
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LINE_EVERY_S = 30.0
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line for people."""
+    print(text, file=stream or sys.stderr, flush=True)
+
+
+@dataclass
+class Tally:
+    """What has happened so far. `rows_before` were in closed blocks when the run began."""
+
+    rows: int
+    rows_before: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    blocks: int = 0
+    requests: int = 0
+    retries: int = 0
+    verbose: bool = False
+    prompt_tokens: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Count a page as in flight."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def count(self, result: PageResult) -> None:
+        """Count a page that is done."""
+        self.statuses[result.status] += 1
+        self.requests += result.attempts
+        self.prompt_tokens += result.prompt_tokens or 0
+        self.tokens += result.tokens or 0
+
+    def retry(self, reason: str) -> None:
+        """Count a request that will be made again."""
+        self.retries += 1
+        if self.verbose:
+            say(f"asking again: {reason}")
+
+    @property
+    def done(self) -> int:
+        """How many pages this run has finished."""
+        return self.statuses.total()
+
+    @property
+    def failed(self) -> int:
+        """How many pages this run could not get a sound text for."""
+        return self.done - self.statuses["ok"] - self.statuses["blank"]
+
+    def pages_per_s(self) -> float:
+        """Return the mean speed of this run."""
+        return self.done / max(1e-9, time.monotonic() - self.started)
+
+    def eta_s(self) -> float | None:
+        """Return the seconds left at the mean speed so far; None before the first page."""
+        return (self.rows - self.rows_before - self.done) / self.pages_per_s() if self.done else None
+
+    def line(self) -> str:
+        """Say where the run stands, in one plain line."""
+        eta = self.eta_s()
+        tokens_per_s = self.tokens / max(1e-9, time.monotonic() - self.started)
+        return (
+            f"{self.rows_before + self.done}/{self.rows} pages, {self.failed} failed, {self.in_flight} in flight, "
+            f"{self.pages_per_s():.2f} pages/s, {tokens_per_s:.0f} tokens/s, "
+            f"ETA {'?' if eta is None else duration(eta)}"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Say a duration as people do: 42s, 3m10s, 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@contextmanager
+def progress_shown(tally: Tally) -> Iterator[None]:
+    """Show progress while the event loop works within: a bar on a terminal, a plain line every 30 s elsewhere."""
+    task = asyncio.get_running_loop().create_task(_report_progress(tally))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _report_progress(tally: Tally) -> None:
+    if sys.stderr.isatty():
+        await _show_bar(tally)
+    while True:
+        await asyncio.sleep(LINE_EVERY_S)
+        say(tally.line())
+
+
+async def _show_bar(tally: Tally) -> None:
+    from tqdm import tqdm
+
+    bar: tqdm[Any]
+    with tqdm(total=tally.rows, initial=tally.rows_before, unit="page", file=sys.stderr, dynamic_ncols=True) as bar:
+        try:
+            while True:
+                _move_bar(bar, tally)
+                await asyncio.sleep(0.25)
+        finally:
+            _move_bar(bar, tally)
+
+
+def _move_bar(bar: tqdm[Any], tally: Tally) -> None:
+    bar.set_postfix_str(f"{tally.failed} failed, {tally.in_flight} in flight", refresh=False)
+    bar.update(tally.rows_before + tally.done - bar.n)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: what the last line on stdout says."""
+
+    input: str
+    output: str
+    split: str | None
+    model: str
+    engine: str | None
+    exit_code: int
+    message: str
+    seconds: float
+    tally: Tally | None
+    statuses: Mapping[str, int]
+
+    def json_line(self) -> str:
+        """Return the JSON line; its keys are frozen (CONTRACT.md)."""
+        tally = self.tally or Tally(rows=0)
+        return json.dumps(
+            {
+                "version": 1,
+                "exit_code": self.exit_code,
+                "message": self.message,
+                "input": self.input,
+                "output": self.output,
+                "split": self.split,
+                "model": self.model,
+                "engine": self.engine,
+                "rows": tally.rows,
+                "rows_before": tally.rows_before,
+                "rows_done": tally.done,
+                "statuses": {status: self.statuses.get(status, 0) for status in STATUSES},
+                "requests": tally.requests,
+                "retries": tally.retries,
+                "prompt_tokens": tally.prompt_tokens,
+                "tokens": tally.tokens,
+                "seconds": round(self.seconds, 3),
+                "pages_per_second": round(tally.pages_per_s(), 4) if tally.done else 0.0,
+            }
+        )

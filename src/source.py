@@ -1,0 +1,386 @@
+"""Rows of a dataset by address, undecoded.
+
+A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
+local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
+is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything else
+that `datasets` can load is memory-mapped by it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .errors import SourceError, UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Rows(Protocol):
+    """Rows by address. `read` gives the rows at `addresses`, in that order, with every column as it is stored."""
+
+    schema: pa.Schema
+    num_rows: int
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read the rows at `addresses` (0 ≤ address < num_rows)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A split of a dataset, and which of its rows are wanted, in which order.
+
+    `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
+    `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
+    """
+
+    name: str
+    split: str
+    image_column: str
+    rows: Rows
+    order: Sequence[int]
+    fingerprint: str
+    is_private: bool
+    roots: tuple[Path, ...] = ()
+
+    def read(self, positions: range) -> pa.Table:
+        """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        table = self.rows.read(self.order[positions.start : positions.stop])
+        return embed_pictures(table, self.image_column, self.roots) if self.roots else table
+
+
+def open_source(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    image_column: str | None = None,
+    max_samples: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+) -> Source:
+    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
+
+    Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    path = Path(name).expanduser()
+    is_local = path.exists()
+    if not is_local and not HUB_ID.fullmatch(name):
+        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
+    try:
+        if is_local:
+            fingerprint, is_private, pinned = local_fingerprint(path), True, None
+        else:
+            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
+        found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
+    rows, split_name, paths_are_ours = found
+    if not rows.num_rows:
+        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
+    roots: tuple[Path, ...] = ()
+    if is_local:
+        roots = (path if path.is_dir() else path.parent,)
+    elif paths_are_ours:
+        roots = _hub_roots(name)
+    return Source(
+        name=name,
+        split=split_name,
+        image_column=choose_image_column(rows.schema, image_column),
+        rows=rows,
+        order=choose_rows(rows.num_rows, max_samples, shuffle, seed),
+        fingerprint=fingerprint,
+        is_private=is_private,
+        roots=roots,
+    )
+
+
+def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int) -> Sequence[int]:
+    """Which rows are wanted, in which order: addresses into a split of `num_rows` rows."""
+    count = num_rows if max_samples is None else min(max_samples, num_rows)
+    if not shuffle:
+        return range(count)
+    import numpy as np
+
+    chosen: Sequence[int] = np.random.default_rng(seed).permutation(num_rows)[:count]  # type: ignore[assignment]
+    return chosen
+
+
+def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
+    """Return the wanted column; or, where none is named, `image`, or the only column of images."""
+    import datasets
+
+    if wanted is not None:
+        if wanted in schema.names:
+            return wanted
+        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
+    if "image" in schema.names:
+        return "image"
+    features = datasets.Features.from_arrow_schema(schema)
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    if len(images) == 1:
+        return str(images[0])
+    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+
+
+def local_fingerprint(path: Path) -> str:
+    """Fingerprint a local input by the names and sizes of its files: it moves with the data, not with the folder."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        relative = file.name if file == path else str(file.relative_to(path))
+        digest.update(json.dumps([relative, file.stat().st_size]).encode())
+    return f"files:{digest.hexdigest()[:32]}"
+
+
+def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
+    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().dataset_info(repo_id, revision=revision)
+    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
+
+
+def _hub_roots(repo_id: str) -> tuple[Path, ...]:
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
+
+
+def _open_rows(
+    name: str, config: str | None, split: str | None, revision: str | None, is_local: bool
+) -> tuple[Rows, str, bool]:
+    """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
+    import datasets
+
+    path = Path(name)
+    if is_local and (path / "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(name)
+        chosen = choose_split(list(splits), split)
+        return MappedRows(splits[chosen]), chosen, False
+    if is_local and (path / "state.json").exists():
+        saved = datasets.load_from_disk(name)
+        return MappedRows(saved), choose_split([str(saved.split or "train")], split), False
+    if is_local and path.is_file():
+        if path.suffix.lower() not in {".parquet", ".pq"}:
+            raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
+        chosen = choose_split(["train"], split)
+        return ParquetRows([name]), chosen, False
+    builder = datasets.load_dataset_builder(name, name=config, revision=revision)
+    files = builder.config.data_files or {}
+    chosen = choose_split([str(key) for key in files], split)
+    if builder.name == "parquet":
+        return ParquetRows([str(file) for file in files[chosen]], builder.info.features), chosen, False
+    loaded = datasets.load_dataset(name, name=config, revision=revision, split=chosen)
+    return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def choose_split(there: list[str], wanted: str | None) -> str:
+    """Return the wanted split; or, where none is named, the only one, or `train`."""
+    if wanted is not None:
+        if wanted in there:
+            return wanted
+        raise UsageError(
+            f"no split {wanted!r} in the input; --split takes one of: {', '.join(there) or '(none found)'}"
+        )
+    if len(there) == 1:
+        return there[0]
+    if "train" in there:
+        return "train"
+    raise UsageError(f"which split? Name it with --split: {', '.join(there) or '(none found)'}")
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one parquet file, and the address of its first row."""
+
+    file: str
+    index: int
+    start: int
+    num_rows: int
+
+
+class ParquetRows:
+    """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
+
+    def __init__(self, files: Sequence[str], features: Any = None) -> None:
+
+        with ThreadPoolExecutor(8) as pool:
+            footers = list(pool.map(_footer, files))
+        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
+        self._starts = [group.start for group in self._groups]
+        self.num_rows = sum(group.num_rows for group in self._groups)
+        self.schema: pa.Schema = footers[0][1]
+        if features is not None:  # a card's `dataset_info` says more than a file without metadata
+            self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
+        self._lock = threading.Lock()
+        self._stream: tuple[int, Iterator[pa.RecordBatch], pa.Table] | None = None
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address; cheapest is a range that goes on where the last read ended."""
+        import pyarrow as pa
+
+        with self._lock:
+            if isinstance(addresses, range):
+                return pa.concat_tables(self._run(addresses.start, addresses.stop))
+            wanted = [int(address) for address in addresses]
+            found: dict[int, pa.Table] = {}
+            for address in sorted(set(wanted)):
+                # a copy, for a slice would keep the whole batch in memory
+                found[address] = pa.concat_tables(self._run(address, address + 1)).take([0])
+            return pa.concat_tables([found[address] for address in wanted])
+
+    def _run(self, start: int, stop: int) -> Iterator[pa.Table]:
+        while start < stop:
+            batch_start, batch = self._batch_at(start)
+            part = batch.slice(start - batch_start, min(stop, batch_start + batch.num_rows) - start)
+            yield part
+            start += part.num_rows
+
+    def _batch_at(self, address: int) -> tuple[int, pa.Table]:
+        """Return (address of its first row, batch) of the batch that holds `address`, going on in the open stream."""
+        if self._stream is None or not self._stream_reaches(address):
+            group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+            self._stream = (group.start, self._open(group), self.schema.empty_table())
+        start, batches, batch = self._stream
+        while address >= start + batch.num_rows:
+            start += batch.num_rows
+            batch = self._fit(next(batches))
+            self._stream = (start, batches, batch)
+        return start, batch
+
+    def _stream_reaches(self, address: int) -> bool:
+        assert self._stream is not None
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
+
+    def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
+                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
+        except (OSError, pa.ArrowInvalid) as error:
+            raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
+
+    def _fit(self, batch: pa.RecordBatch) -> pa.Table:
+        """Give a batch the schema of the first file: later files may order or widen their columns differently."""
+        import pyarrow as pa
+
+        table = pa.Table.from_batches([batch])
+        if table.schema.equals(self.schema, check_metadata=True):
+            return table
+        return table.select(self.schema.names).cast(self.schema.remove_metadata()).cast(self.schema)
+
+
+def _open_file(file: str) -> Any:
+    if "://" not in file:
+        return Path(file).open("rb")
+    import fsspec
+
+    return fsspec.open(file, "rb").open()
+
+
+def _footer(file: str) -> tuple[list[int], pa.Schema]:
+    """Return (rows of each row group, schema) of a parquet file."""
+    import pyarrow.parquet as pq
+
+    with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
+        metadata = parquet.metadata
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        return counts, parquet.schema_arrow
+
+
+def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
+    start = 0
+    for file, group_rows in zip(files, counts, strict=True):
+        for index, num_rows in enumerate(group_rows):
+            if num_rows:
+                yield RowGroup(file, index, start, num_rows)
+            start += num_rows
+
+
+class MappedRows:
+    """Rows of a `datasets.Dataset`, memory-mapped and not decoded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._table = dataset.with_format("arrow")
+        self.num_rows: int = dataset.num_rows
+        self.schema: pa.Schema = dataset.features.arrow_schema
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address."""
+        import pyarrow as pa
+
+        if isinstance(addresses, range):
+            table = self._table[addresses.start : addresses.stop]
+        else:
+            table = pa.concat_tables([self._table[int(address) : int(address) + 1] for address in addresses])
+        return table.cast(self.schema)
+
+
+def embed_pictures(table: pa.Table, column: str, roots: Sequence[Path]) -> pa.Table:
+    """Put the bytes of pictures that lie beside the table into its cells; a path outside `roots` stays a path.
+
+    As `datasets` does when it pushes: the cell then holds the bytes and the bare name of the file.
+    """
+    import pyarrow as pa
+
+    field = table.schema.field(column)
+    if not pa.types.is_struct(field.type) or {child.name for child in field.type} != {"bytes", "path"}:
+        return table
+    if not any(cell["bytes"].as_py() is None and cell["path"].is_valid for cell in table[column] if cell.is_valid):
+        return table
+    chunks = [pa.array([_embedded(cell.as_py(), roots)], type=field.type) for cell in table[column]]
+    return table.set_column(table.schema.names.index(column), field, pa.chunked_array(chunks, type=field.type))
+
+
+def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, Any] | None:
+    if cell is None or cell["bytes"] is not None or not cell["path"]:
+        return cell
+    inside = path_inside(cell["path"], roots)
+    if inside is None:
+        return cell
+    try:
+        return {"bytes": inside.read_bytes(), "path": Path(cell["path"]).name}
+    except OSError:
+        return cell
+
+
+def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
+    """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
+    if "\0" in path:
+        return None
+    for root in roots:
+        try:
+            real_root = root.resolve(strict=True)
+            real = (real_root / path).resolve(strict=True)
+        except (OSError, RuntimeError):
+            continue
+        if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
+            return real
+    return None
