@@ -699,7 +699,7 @@ def visible(text: str) -> str:
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"  # noqa: RUF001
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -710,9 +710,9 @@ def histogram_labels(similarity: bool) -> list[str]:
     """What each bar of `distance_histogram` stands for, as similarities or as error rates."""
     if similarity:
         edges = [f"{1 - edge:.3f}".rstrip("0") for edge in DISTANCE_EDGES]
-        return ["identical", *(f"≥ {edge}" for edge in edges), f"below {edges[-1]}"]
+        return ["identical", *(f"≥ {edge}" for edge in edges), f"< {edges[-1]}"]
     edges = [f"{100 * edge:g} %" for edge in DISTANCE_EDGES]
-    return ["0", *(f"≤ {edge}" for edge in edges), f"above {edges[-1]}"]
+    return ["0", *(f"≤ {edge}" for edge in edges), f"> {edges[-1]}"]
 
 
 def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
@@ -755,7 +755,7 @@ def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
         ),
     ]
     if comparison.a.tokens is not None or comparison.b.tokens is not None:
-        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]  # noqa: RUF001
+        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]
         rows.append(("tokens", f"A {tokens[0]} · B {tokens[1]}"))
     return rows
 
@@ -768,7 +768,7 @@ def truth_rows(truth: TruthSummary) -> list[tuple[str, str]]:
         ("mean CER, A - B", f"{gap.mean:+.5f}   95 % interval {gap.low:+.5f} to {gap.high:+.5f}: {verdict}"),
         ("", f"paired bootstrap, {gap.resamples:,} resamples of {truth.pages:,} pages"),
         ("page by page", f"A nearer {truth.better_a:,} · B nearer {truth.better_b:,} · equal {truth.equal:,}"),
-        ("counted as", "a null text as an empty one (CER 1); an empty truth as 0 if the text is empty, else 1"),
+        ("counted as", "a null text is an empty one (CER 1); an empty truth gives 0, or 1 with any text"),
     ]
     if truth.pages_without_truth or truth.pages_with_empty_truth:
         left_out = f"{truth.pages_without_truth:,} null, left out · {truth.pages_with_empty_truth:,} empty"
@@ -839,7 +839,7 @@ def worst_page_facts(page: WorstPage) -> list[str]:
     if page.cer_a is not None and page.cer_b is not None:
         facts.append(f"CER {page.cer_a:.4f} / {page.cer_b:.4f}")
     if page.status_a or page.status_b:
-        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")  # noqa: RUF001
+        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")
     if page.first_difference is not None:
         facts.append(f"from character {page.first_difference:,}")
     return facts
@@ -1003,7 +1003,8 @@ details { background: var(--card); border: 1px solid var(--line); border-radius:
   overflow: hidden; }
 summary { padding: 12px 18px; cursor: pointer; overflow-wrap: anywhere; }
 summary b { margin-right: 10px; } summary span { color: var(--soft); font-size: 13px; margin-right: 12px; }
-.diff { border-top: 1px solid var(--line); max-height: 620px; overflow-y: auto; font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; }
+.diff { border-top: 1px solid var(--line); max-height: 620px; overflow-y: auto;
+  font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; }
 .row { display: grid; grid-template-columns: 1fr 1fr; }
 .row > div { padding: 1px 14px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 0; min-height: 1.6em;
   unicode-bidi: isolate; }
@@ -1086,7 +1087,7 @@ def _side_card(name: str, side: ComparedSide) -> str:
 def _figures(comparison: Comparison) -> Iterator[str]:
     texts, truth = comparison.texts, comparison.truth
     figures = [
-        (f"{100 * texts.identical / texts.pages:.1f} %" if texts.pages else "–", "byte-identical"),  # noqa: RUF001
+        (f"{100 * texts.identical / texts.pages:.1f} %" if texts.pages else "–", "byte-identical"),
         (_number(texts.similarity_mean), "mean similarity"),
         (_number(texts.similarity_worst_decile_mean), "worst decile"),
         (f"{texts.no_text_a:,} / {texts.no_text_b:,}", "text missing only in A / only in B"),
@@ -1362,6 +1363,7 @@ def parse_parity_options(argv: Sequence[str] | None) -> ParityOptions:
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 MADE_BY_SHOWN = 3
+HUB_READ_AHEAD_BYTES = 256 * 1024  # the default, 5 MB beyond every column of every row group, would be pictures
 
 Report: TypeAlias = Callable[[str], None]
 
@@ -1463,25 +1465,31 @@ def _spool(
     options: SideOptions, wanted: Sequence[str], companions: Sequence[str], where: str, folder: Path, report: Report
 ) -> LoadedSide:
     """Stream the columns into an Arrow file of our own: any row can then be had, and memory stays flat."""
-    from datasets import Dataset, load_dataset_builder
+    from datasets import Dataset, Features, load_dataset_builder
 
-    place = {**locate(options.source), "name": options.config}
+    ahead = {"hf": {"block_size": HUB_READ_AHEAD_BYTES}}
+    place = {**locate(options.source), "name": options.config, "storage_options": ahead}
     builder = load_dataset_builder(**place)
     streams = builder.as_streaming_dataset()
     split = choose_split(list(streams), options.split, where)
     stream = streams[split]
-    if stream.features is None:
-        stream = stream._resolve_features()  # JSON and CSV tell their columns only by their first rows
-    columns = _choose_columns(stream.features, options, wanted, companions, where)
-    read = [*columns, "inference_info"] if "inference_info" in stream.features else columns
+    features = stream.features
+    if features is None:  # JSON and CSV tell their columns only by their first rows
+        features = Features.from_arrow_schema(next(iter(stream.with_format("arrow").iter(batch_size=1000))).schema)
+    columns = _choose_columns(features, options, wanted, companions, where)
+    read = [*columns, "inference_info"] if "inference_info" in features else columns
     if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
         stream = load_dataset_builder(**place, columns=read).as_streaming_dataset(split=split)
-    stream = stream.select_columns(read)
-    schema = stream.features.arrow_schema
+    stream, schema = stream.select_columns(read), Features({name: features[name] for name in read}).arrow_schema
 
     path = folder / f"{options.name}.arrow"
     made_by: dict[str, None] = {}
-    rows = _write_stream(stream, schema, columns, path, made_by, lambda done: report(f"read {done:,} rows of {where}"))
+    try:
+        rows = _write_stream(
+            stream, schema, columns, path, made_by, lambda done: report(f"read {done:,} rows of {where}")
+        )
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{where} stopped being readable: {error} The same command starts again") from error
     if rows == 0:
         raise UsageError(f"{where}: split {split!r} has no rows")
     return LoadedSide(options, split, Dataset.from_file(str(path)), tuple(made_by))

@@ -36,6 +36,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #
 #   errors: The errors that end a run, and the exit code of each.
 #   ink: Whether anything is written on a page.
+#   pixels: Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
 #   pages: A cell of a dataset → a page ready for the model, or a named refusal.
 #   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
 #   result: What became of a page.
@@ -66,6 +67,7 @@ import hashlib
 import io
 import ipaddress
 import json
+import math
 import os
 import random
 import re
@@ -171,6 +173,87 @@ def _noise_sigma(contrast: list[int]) -> float:
     return 0.0
 
 
+# ---- pixels ----------------------------------------------------------------------------------------------------------
+# Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
+
+
+def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
+    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
+    from PIL import ImageChops
+
+    mode = image.mode
+    if mode in {"L", "RGB"} and "transparency" not in image.info:
+        return image
+    if mode.startswith("I") or mode == "F":
+        return _scale_to_8_bits(image, white_is_zero)
+    if mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info:
+        return _over_white(image)
+    if mode == "1":
+        return image.convert("L")
+    if mode == "LAB":
+        return _lab_to_rgb(image)
+    if mode == "CMYK" and ink_as_it_is:
+        image = ImageChops.invert(image)
+    return image.convert("RGB")
+
+
+def gray_if_it_is(image: Image.Image) -> Image.Image:
+    """A gray page stored in colour, as scanners and PDF renderers do, as gray: the same pixels for half the work."""
+    from PIL import Image, ImageChops
+
+    if image.mode != "RGB":
+        return image
+    sample = image.resize((max(1, image.width // 16), max(1, image.height // 16)), Image.Resampling.NEAREST)
+    for looked_at in (sample, image):  # most pages in colour are known by the sample
+        red, green, blue = looked_at.split()
+        if ImageChops.difference(red, green).getbbox() or ImageChops.difference(red, blue).getbbox():
+            return image
+    return image.getchannel("R")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    gray = image.mode in {"1", "L", "LA", "La"}
+    layered = image.convert("LA" if gray else "RGBA")
+    page = Image.new("L" if gray else "RGB", image.size, "white")
+    page.paste(layered.convert(page.mode), mask=layered.getchannel("A"))
+    return page
+
+
+def _scale_to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
+    """Scale integers of up to 32 bits and floats to 0…255 by their range, never cut off.
+
+    The range is what as many bits hold as the largest value needs, 8 at least: 65535 for a 16-bit scan, but 4095 for
+    a 12-bit scan in 16-bit words, which would come out nearly black otherwise: the largest value is always 128 or more.
+    Floats up to 1 are taken as 0…1. With negative values, the range is from the smallest to the largest.
+    """
+    exact = image if image.mode == "F" else image.convert("I")  # Pillow has no extrema of I;16B
+    low, high = cast("tuple[float, float]", exact.getextrema())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError("it has values that are no numbers (NaN or infinite)")
+    if low < 0:
+        base, full = low, (high - low) or 1.0
+    elif image.mode == "F" and high <= 1:
+        base, full = 0.0, 1.0
+    else:
+        base, full = 0.0, float((1 << max(8, math.ceil(high).bit_length())) - 1)
+    scale, offset = 255 / full, -base * 255 / full
+    if white_is_zero:
+        scale, offset = -scale, 255 - offset
+    values = exact.convert("F")
+    return values.point(lambda value: value * scale + (offset + 0.5)).convert("L")  # the conversion cuts off decimals
+
+
+def _lab_to_rgb(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    converted = ImageCms.profileToProfile(image, lab, rgb, outputMode="RGB")
+    assert converted is not None  # only inPlace gives None
+    return converted
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 # A cell of a dataset → a page ready for the model, or a named refusal.
 #
@@ -181,7 +264,7 @@ def _noise_sigma(contrast: list[int]) -> float:
 
 
 # Raster formats only: nothing here runs a program (EPS), draws (WMF) or fetches. MPO, a camera's JPEG, comes with JPEG.
-PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM", "QOI")
+PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM")
 SMALLEST_SIDE_PX = 28  # one image token
 LARGEST_ASPECT = 200
 
@@ -292,7 +375,7 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
     opened.load()  # a truncated file raises here
     orientation = _orientation(opened)
     upright = opened if orientation == 1 else opened.transpose(Image.Transpose(_TURNS[orientation]))
-    image = _flatten(
+    image = flatten(
         upright,
         # Pillow turns white-is-zero around for 8 bits, not for 16 bits and floats; tag 262 says how light is stored.
         white_is_zero=getattr(opened, "tag_v2", {}).get(262) == 0,
@@ -300,15 +383,24 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
         ink_as_it_is=opened.format == "JPEG" and "adobe" not in opened.info,
     )
     size = target_size(image.size, limits.longest_edge_px)
+    # Metadata can make a small picture a large file, then its pixels are the cheaper way.
+    is_small_enough = len(data) <= size[0] * size[1] * len(image.getbands())
+    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough:
+        return Page(_bare(image), data)
+    image = gray_if_it_is(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    unchanged = image is opened
-    if unchanged:
-        image = image.copy()  # a plain image, without the file behind it
-    image.info = {}  # a transparency or profile left here would be written into the PNG, and read by the server
-    # Metadata can make a small picture a large file, then its pixels are the cheaper way.
-    as_it_was = unchanged and opened.format == "JPEG" and len(data) <= size[0] * size[1] * len(image.getbands())
-    return Page(image, data if as_it_was else None)
+    return Page(_bare(image), None)
+
+
+def _bare(image: Image.Image) -> Image.Image:
+    """Pixels only: a transparency or profile left on it would be written into the PNG, and the server act on it."""
+    from PIL import ImageFile
+
+    if isinstance(image, ImageFile.ImageFile):
+        image = image.copy()  # without the file behind it
+    image.info = {}
+    return image
 
 
 def _open_picture(data: bytes) -> Image.Image:
@@ -357,73 +449,6 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001  broken metadata must not cost the page
         return 1
     return orientation if orientation in _TURNS else 1
-
-
-def _flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
-    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
-    from PIL import ImageChops
-
-    mode = image.mode
-    if mode in {"L", "RGB"} and "transparency" not in image.info:
-        return image
-    if mode.startswith("I") or mode == "F":
-        return _scale_to_8_bits(image, white_is_zero)
-    if mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info:
-        return _over_white(image)
-    if mode == "1":
-        return image.convert("L")
-    if mode == "P":
-        palette = image.getpalette("RGB") or []
-        return image.convert("L" if palette[0::3] == palette[1::3] == palette[2::3] else "RGB")
-    if mode == "LAB":
-        return _lab_to_rgb(image)
-    if mode == "CMYK" and ink_as_it_is:
-        image = ImageChops.invert(image)
-    return image.convert("RGB")
-
-
-def _over_white(image: Image.Image) -> Image.Image:
-    from PIL import Image
-
-    gray = image.mode in {"1", "L", "LA", "La"}
-    layered = image.convert("LA" if gray else "RGBA")
-    page = Image.new("L" if gray else "RGB", image.size, "white")
-    page.paste(layered.convert(page.mode), mask=layered.getchannel("A"))
-    return page
-
-
-def _scale_to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
-    """Scale integers of up to 32 bits and floats to 0…255 by their range, never cut off.
-
-    The range is what as many bits hold as the largest value needs, 8 at least: 65535 for a 16-bit scan, but 4095 for
-    a 12-bit scan in 16-bit words, which would come out nearly black otherwise: the largest value is always 128 or more.
-    Floats up to 1 are taken as 0…1. With negative values, the range is from the smallest to the largest.
-    """
-    import math
-
-    values = image.convert("I").convert("F") if image.mode.startswith("I") else image  # Pillow has no extrema of I;16B
-    low, high = cast("tuple[float, float]", values.getextrema())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise _UnfitCellError("the picture has values that are no numbers (NaN or infinite)")
-    if low < 0:
-        base, full = low, (high - low) or 1.0
-    elif image.mode == "F" and high <= 1:
-        base, full = 0.0, 1.0
-    else:
-        base, full = 0.0, float((1 << max(8, math.ceil(high).bit_length())) - 1)
-    scale, offset = 255 / full, -base * 255 / full
-    if white_is_zero:
-        scale, offset = -scale, 255 - offset
-    return values.point(lambda value: value * scale + (offset + 0.5)).convert("L")  # the conversion cuts off decimals
-
-
-def _lab_to_rgb(image: Image.Image) -> Image.Image:
-    from PIL import ImageCms
-
-    lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-    converted = ImageCms.profileToProfile(image, lab, rgb, outputMode="RGB")
-    assert converted is not None  # only inPlace gives None
-    return converted
 
 
 # --- on its way ------------------------------------------------------------------------------------------------------
@@ -898,19 +923,19 @@ def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, 
     import pyarrow as pa
 
     text, status, error, tokens = new_columns(output_column)
-    fields = [field for field in schema if field.name != INFO_COLUMN]
+    kept = [column for column in schema if column.name != INFO_COLUMN]
     strings = [pa.field(name, pa.string()) for name in (text, status, error)]
     added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
     features = datasets.Features.from_arrow_schema(schema)
     features.pop(INFO_COLUMN, None)
-    for field in added:
-        features[field.name] = datasets.Value(str(field.type))
+    for column in added:
+        features[column.name] = datasets.Value(str(column.type))
     metadata = {
         **(schema.metadata or {}),
         **features.arrow_schema.metadata,
         SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
     }
-    return pa.schema([*fields, *added], metadata=metadata)
+    return pa.schema([*kept, *added], metadata=metadata)
 
 
 def block_table(
@@ -936,8 +961,10 @@ def block_table(
     )
     values[INFO_COLUMN] = [appended_info(before, info) for before in earlier]
     columns = [
-        pa.chunked_array([pa.array(values[field.name], type=field.type)]) if field.name in values else rows[field.name]
-        for field in schema
+        pa.chunked_array([pa.array(values[column.name], type=column.type)])
+        if column.name in values
+        else rows[column.name]
+        for column in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -2066,6 +2093,17 @@ class CommonOptions:
     )
     seed: int = option(0, "sampling", "seed from which each page's own is derived", metavar="N", minimum=0)
 
+    max_model_len: int | None = option(
+        None, "engine", "most tokens of a page and its text together (default: the model's own)", metavar="N", minimum=1
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "engine",
+        "share of the GPU's memory for the engine, 0 to 1 (default: vLLM's)",
+        metavar="SHARE",
+        maximum=1.0,
+    )
+
     max_failure_rate: float = option(
         0.05,
         "run",
@@ -2379,6 +2417,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    _refuse_secrets(options)
     match = find_profile(options.model)
     profile = match.profile
     if match.how != "catalogue":
@@ -2395,6 +2434,16 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output)
+
+
+def _refuse_secrets(options: CommonOptions) -> None:
+    """Keys in the command line would end up in process lists, logs and the card."""
+    for word in options.vllm_args:
+        if word.split("=")[0] in {"--api-key", "--hf-token"}:
+            raise UsageError(
+                f"{word.split('=')[0]} does not belong on a command line: set HF_TOKEN in the environment; "
+                "a server that we start is given a key of its own there"
+            )
 
 
 def preflight(run: Run) -> None:
@@ -2462,6 +2511,28 @@ def run_info(run: Run) -> dict[str, Any]:
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def hosted_command(run: Run, image: str, otherwise: str) -> str:
+    """Return how to run the same job on a hosted GPU, and `otherwise` what else could be done."""
+    words = ["hf", "jobs", "uv", "run", "--image", image, "--flavor", "l4x1", "-s", "HF_TOKEN", "--timeout", "4h"]
+    return (
+        f"On a hosted GPU:\n\n    {shlex.join([*words, 'SCRIPT_URL', *run.argv])}\n\n"
+        f"(SCRIPT_URL: the address of {run.script}, or its path here; input and output must be Hub datasets there.)\n"
+        f"{otherwise}"
+    )
+
+
+def engine_args(run: Run) -> tuple[str, ...]:
+    """Return the engine's arguments, as `vllm serve` takes them: the profile's, then the user's; the last one wins."""
+    options = run.options
+    named = {
+        "--revision": options.model_revision,
+        "--max-model-len": options.max_model_len,
+        "--gpu-memory-utilization": options.gpu_memory_utilization,
+    }
+    words = [word for flag, value in named.items() if value is not None for word in (flag, str(value))]
+    return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
 def make_job(run: Run, concurrency: int) -> Job:
@@ -2573,6 +2644,11 @@ def carry_out(run: Run, ask_all: Callable[[Run, ExitStack, Interrupts], None]) -
             message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
         except JobError as error:
             message, code = str(error), error.exit_code
+            if interrupts.number:  # what else went wrong then is its consequence
+                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except Exception as error:
+            say_end(run, 1, f"{type(error).__name__}: {error}")
+            raise
         if code:
             say(f"{run.script}: {message}")
         say_end(run, code, message)
@@ -2761,6 +2837,10 @@ def base_url(url: str) -> str:
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise UsageError(
+            "--server holds a user name or password; give the key in the variable that --api-key-env names"
+        )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
@@ -2895,6 +2975,10 @@ def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
 
 
 SCRIPT = "lighton-ocr-server.py"
+OTHERWISE = (
+    "Here: install vLLM, or give --server URL, or try without a GPU: "
+    '--serve-command "uv run rapidocr-server.py" --model rapidocr'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2949,28 +3033,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def wanted_server(run: Run, options: ServerOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
-    revision = ["--revision", options.model_revision] if options.model_revision else []
     return Wanted(
         model=options.model,
         url=options.server,
         command=options.serve_command,
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
-        vllm_args=(*run.profile.serve_args, *revision, *options.vllm_args),
+        vllm_args=engine_args(run),
         startup_timeout_s=options.startup_timeout,
-        hint=hosted_command(run),
-    )
-
-
-def hosted_command(run: Run) -> str:
-    """Return the command that runs the same job on a hosted GPU, and what it takes."""
-    words = ["hf", "jobs", "uv", "run", "--image", run.profile.image, "--flavor", "l4x1", "-s", "HF_TOKEN"]
-    command = shlex.join([*words, "--timeout", "4h", "SCRIPT_URL", *run.argv])
-    return (
-        f"On a hosted GPU:\n\n    {command}\n\n"
-        f"(SCRIPT_URL: the address of {SCRIPT}, or its path here; input and output must be Hub datasets there.)\n"
-        "Here: install vLLM, or give --server URL, or try without a GPU: "
-        '--serve-command "uv run rapidocr-server.py" --model rapidocr'
+        hint=hosted_command(run, run.profile.image, OTHERWISE),
     )
 
 

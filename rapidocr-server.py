@@ -512,6 +512,11 @@ class Server:
         try:
             url = image_url(await _json(request))
             page = await _unless_client_leaves(request, self.reader.read(url, self.media_path))
+        except asyncio.CancelledError:
+            # Told to stop: uvicorn gives requests a second, then cancels them.
+            self.gauges.finish("abort")
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            return JSONResponse(error_body("The server is shutting down.", status), status)
         except RequestError:
             raise
         except Exception:
@@ -561,7 +566,7 @@ async def _json(request: Request) -> object:
         raise RequestError(f"The request body has {total} bytes; this server takes {MAX_BODY_BYTES}.", status)
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"The request body is not JSON: {error}.") from error
 
 
@@ -621,7 +626,12 @@ def model_card(root: str, created: int) -> dict[str, Any]:
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
     """Describe an error as vLLM does."""
-    names = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
+    names = {
+        400: "BadRequestError",
+        404: "NotFoundError",
+        500: "InternalServerError",
+        503: "ServiceUnavailableError",
+    }
     kind = names.get(status, HTTPStatus(status).phrase)
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 

@@ -158,19 +158,19 @@ def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, 
     import pyarrow as pa
 
     text, status, error, tokens = new_columns(output_column)
-    fields = [field for field in schema if field.name != INFO_COLUMN]
+    kept = [column for column in schema if column.name != INFO_COLUMN]
     strings = [pa.field(name, pa.string()) for name in (text, status, error)]
     added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
     features = datasets.Features.from_arrow_schema(schema)
     features.pop(INFO_COLUMN, None)
-    for field in added:
-        features[field.name] = datasets.Value(str(field.type))
+    for column in added:
+        features[column.name] = datasets.Value(str(column.type))
     metadata = {
         **(schema.metadata or {}),
         **features.arrow_schema.metadata,
         SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
     }
-    return pa.schema([*fields, *added], metadata=metadata)
+    return pa.schema([*kept, *added], metadata=metadata)
 
 
 def block_table(
@@ -196,8 +196,10 @@ def block_table(
     )
     values[INFO_COLUMN] = [appended_info(before, info) for before in earlier]
     columns = [
-        pa.chunked_array([pa.array(values[field.name], type=field.type)]) if field.name in values else rows[field.name]
-        for field in schema
+        pa.chunked_array([pa.array(values[column.name], type=column.type)])
+        if column.name in values
+        else rows[column.name]
+        for column in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
 

@@ -69,6 +69,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    _refuse_secrets(options)
     match = find_profile(options.model)
     profile = match.profile
     if match.how != "catalogue":
@@ -85,6 +86,16 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output)
+
+
+def _refuse_secrets(options: CommonOptions) -> None:
+    """Keys in the command line would end up in process lists, logs and the card."""
+    for word in options.vllm_args:
+        if word.split("=")[0] in {"--api-key", "--hf-token"}:
+            raise UsageError(
+                f"{word.split('=')[0]} does not belong on a command line: set HF_TOKEN in the environment; "
+                "a server that we start is given a key of its own there"
+            )
 
 
 def preflight(run: Run) -> None:
@@ -152,6 +163,28 @@ def run_info(run: Run) -> dict[str, Any]:
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def hosted_command(run: Run, image: str, otherwise: str) -> str:
+    """Return how to run the same job on a hosted GPU, and `otherwise` what else could be done."""
+    words = ["hf", "jobs", "uv", "run", "--image", image, "--flavor", "l4x1", "-s", "HF_TOKEN", "--timeout", "4h"]
+    return (
+        f"On a hosted GPU:\n\n    {shlex.join([*words, 'SCRIPT_URL', *run.argv])}\n\n"
+        f"(SCRIPT_URL: the address of {run.script}, or its path here; input and output must be Hub datasets there.)\n"
+        f"{otherwise}"
+    )
+
+
+def engine_args(run: Run) -> tuple[str, ...]:
+    """Return the engine's arguments, as `vllm serve` takes them: the profile's, then the user's; the last one wins."""
+    options = run.options
+    named = {
+        "--revision": options.model_revision,
+        "--max-model-len": options.max_model_len,
+        "--gpu-memory-utilization": options.gpu_memory_utilization,
+    }
+    words = [word for flag, value in named.items() if value is not None for word in (flag, str(value))]
+    return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
 def make_job(run: Run, concurrency: int) -> Job:
@@ -263,6 +296,11 @@ def carry_out(run: Run, ask_all: Callable[[Run, ExitStack, Interrupts], None]) -
             message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
         except JobError as error:
             message, code = str(error), error.exit_code
+            if interrupts.number:  # what else went wrong then is its consequence
+                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except Exception as error:
+            say_end(run, 1, f"{type(error).__name__}: {error}")
+            raise
         if code:
             say(f"{run.script}: {message}")
         say_end(run, code, message)

@@ -103,6 +103,17 @@ class CommonOptions:
     )
     seed: int = option(0, "sampling", "seed from which each page's own is derived", metavar="N", minimum=0)
 
+    max_model_len: int | None = option(
+        None, "engine", "most tokens of a page and its text together (default: the model's own)", metavar="N", minimum=1
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "engine",
+        "share of the GPU's memory for the engine, 0 to 1 (default: vLLM's)",
+        metavar="SHARE",
+        maximum=1.0,
+    )
+
     max_failure_rate: float = option(
         0.05,
         "run",

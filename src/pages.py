@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from .ink import is_blank
+from .pixels import flatten, gray_if_it_is
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Raster formats only: nothing here runs a program (EPS), draws (WMF) or fetches. MPO, a camera's JPEG, comes with JPEG.
-PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM", "QOI")
+PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM")
 SMALLEST_SIDE_PX = 28  # one image token
 LARGEST_ASPECT = 200
 
@@ -131,7 +132,7 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
     opened.load()  # a truncated file raises here
     orientation = _orientation(opened)
     upright = opened if orientation == 1 else opened.transpose(Image.Transpose(_TURNS[orientation]))
-    image = _flatten(
+    image = flatten(
         upright,
         # Pillow turns white-is-zero around for 8 bits, not for 16 bits and floats; tag 262 says how light is stored.
         white_is_zero=getattr(opened, "tag_v2", {}).get(262) == 0,
@@ -139,15 +140,24 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
         ink_as_it_is=opened.format == "JPEG" and "adobe" not in opened.info,
     )
     size = target_size(image.size, limits.longest_edge_px)
+    # Metadata can make a small picture a large file, then its pixels are the cheaper way.
+    is_small_enough = len(data) <= size[0] * size[1] * len(image.getbands())
+    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough:
+        return Page(_bare(image), data)
+    image = gray_if_it_is(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    unchanged = image is opened
-    if unchanged:
-        image = image.copy()  # a plain image, without the file behind it
-    image.info = {}  # a transparency or profile left here would be written into the PNG, and read by the server
-    # Metadata can make a small picture a large file, then its pixels are the cheaper way.
-    as_it_was = unchanged and opened.format == "JPEG" and len(data) <= size[0] * size[1] * len(image.getbands())
-    return Page(image, data if as_it_was else None)
+    return Page(_bare(image), None)
+
+
+def _bare(image: Image.Image) -> Image.Image:
+    """Pixels only: a transparency or profile left on it would be written into the PNG, and the server act on it."""
+    from PIL import ImageFile
+
+    if isinstance(image, ImageFile.ImageFile):
+        image = image.copy()  # without the file behind it
+    image.info = {}
+    return image
 
 
 def _open_picture(data: bytes) -> Image.Image:
@@ -196,73 +206,6 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # noqa: BLE001  broken metadata must not cost the page
         return 1
     return orientation if orientation in _TURNS else 1
-
-
-def _flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
-    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
-    from PIL import ImageChops
-
-    mode = image.mode
-    if mode in {"L", "RGB"} and "transparency" not in image.info:
-        return image
-    if mode.startswith("I") or mode == "F":
-        return _scale_to_8_bits(image, white_is_zero)
-    if mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info:
-        return _over_white(image)
-    if mode == "1":
-        return image.convert("L")
-    if mode == "P":
-        palette = image.getpalette("RGB") or []
-        return image.convert("L" if palette[0::3] == palette[1::3] == palette[2::3] else "RGB")
-    if mode == "LAB":
-        return _lab_to_rgb(image)
-    if mode == "CMYK" and ink_as_it_is:
-        image = ImageChops.invert(image)
-    return image.convert("RGB")
-
-
-def _over_white(image: Image.Image) -> Image.Image:
-    from PIL import Image
-
-    gray = image.mode in {"1", "L", "LA", "La"}
-    layered = image.convert("LA" if gray else "RGBA")
-    page = Image.new("L" if gray else "RGB", image.size, "white")
-    page.paste(layered.convert(page.mode), mask=layered.getchannel("A"))
-    return page
-
-
-def _scale_to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
-    """Scale integers of up to 32 bits and floats to 0…255 by their range, never cut off.
-
-    The range is what as many bits hold as the largest value needs, 8 at least: 65535 for a 16-bit scan, but 4095 for
-    a 12-bit scan in 16-bit words, which would come out nearly black otherwise: the largest value is always 128 or more.
-    Floats up to 1 are taken as 0…1. With negative values, the range is from the smallest to the largest.
-    """
-    import math
-
-    values = image.convert("I").convert("F") if image.mode.startswith("I") else image  # Pillow has no extrema of I;16B
-    low, high = cast("tuple[float, float]", values.getextrema())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise _UnfitCellError("the picture has values that are no numbers (NaN or infinite)")
-    if low < 0:
-        base, full = low, (high - low) or 1.0
-    elif image.mode == "F" and high <= 1:
-        base, full = 0.0, 1.0
-    else:
-        base, full = 0.0, float((1 << max(8, math.ceil(high).bit_length())) - 1)
-    scale, offset = 255 / full, -base * 255 / full
-    if white_is_zero:
-        scale, offset = -scale, 255 - offset
-    return values.point(lambda value: value * scale + (offset + 0.5)).convert("L")  # the conversion cuts off decimals
-
-
-def _lab_to_rgb(image: Image.Image) -> Image.Image:
-    from PIL import ImageCms
-
-    lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-    converted = ImageCms.profileToProfile(image, lab, rgb, outputMode="RGB")
-    assert converted is not None  # only inPlace gives None
-    return converted
 
 
 # --- on its way ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .compare import NORMALISATIONS, PageBatch, PageScores, RowMatch, match_ids, measure, normaliser
-from .errors import JobError, UsageError
+from .errors import JobError, SourceError, UsageError
 from .parity_report import (
     ComparedSide,
     Comparison,
@@ -217,6 +217,7 @@ def parse_parity_options(argv: Sequence[str] | None) -> ParityOptions:
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 MADE_BY_SHOWN = 3
+HUB_READ_AHEAD_BYTES = 256 * 1024  # the default, 5 MB beyond every column of every row group, would be pictures
 
 Report: TypeAlias = Callable[[str], None]
 
@@ -318,25 +319,31 @@ def _spool(
     options: SideOptions, wanted: Sequence[str], companions: Sequence[str], where: str, folder: Path, report: Report
 ) -> LoadedSide:
     """Stream the columns into an Arrow file of our own: any row can then be had, and memory stays flat."""
-    from datasets import Dataset, load_dataset_builder
+    from datasets import Dataset, Features, load_dataset_builder
 
-    place = {**locate(options.source), "name": options.config}
+    ahead = {"hf": {"block_size": HUB_READ_AHEAD_BYTES}}
+    place = {**locate(options.source), "name": options.config, "storage_options": ahead}
     builder = load_dataset_builder(**place)
     streams = builder.as_streaming_dataset()
     split = choose_split(list(streams), options.split, where)
     stream = streams[split]
-    if stream.features is None:
-        stream = stream._resolve_features()  # JSON and CSV tell their columns only by their first rows
-    columns = _choose_columns(stream.features, options, wanted, companions, where)
-    read = [*columns, "inference_info"] if "inference_info" in stream.features else columns
+    features = stream.features
+    if features is None:  # JSON and CSV tell their columns only by their first rows
+        features = Features.from_arrow_schema(next(iter(stream.with_format("arrow").iter(batch_size=1000))).schema)
+    columns = _choose_columns(features, options, wanted, companions, where)
+    read = [*columns, "inference_info"] if "inference_info" in features else columns
     if hasattr(builder.config, "columns"):  # parquet: the other columns are not even fetched
         stream = load_dataset_builder(**place, columns=read).as_streaming_dataset(split=split)
-    stream = stream.select_columns(read)
-    schema = stream.features.arrow_schema
+    stream, schema = stream.select_columns(read), Features({name: features[name] for name in read}).arrow_schema
 
     path = folder / f"{options.name}.arrow"
     made_by: dict[str, None] = {}
-    rows = _write_stream(stream, schema, columns, path, made_by, lambda done: report(f"read {done:,} rows of {where}"))
+    try:
+        rows = _write_stream(
+            stream, schema, columns, path, made_by, lambda done: report(f"read {done:,} rows of {where}")
+        )
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{where} stopped being readable: {error} The same command starts again") from error
     if rows == 0:
         raise UsageError(f"{where}: split {split!r} has no rows")
     return LoadedSide(options, split, Dataset.from_file(str(path)), tuple(made_by))

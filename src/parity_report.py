@@ -274,7 +274,7 @@ def visible(text: str) -> str:
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"  # noqa: RUF001
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -285,9 +285,9 @@ def histogram_labels(similarity: bool) -> list[str]:
     """What each bar of `distance_histogram` stands for, as similarities or as error rates."""
     if similarity:
         edges = [f"{1 - edge:.3f}".rstrip("0") for edge in DISTANCE_EDGES]
-        return ["identical", *(f"≥ {edge}" for edge in edges), f"below {edges[-1]}"]
+        return ["identical", *(f"≥ {edge}" for edge in edges), f"< {edges[-1]}"]
     edges = [f"{100 * edge:g} %" for edge in DISTANCE_EDGES]
-    return ["0", *(f"≤ {edge}" for edge in edges), f"above {edges[-1]}"]
+    return ["0", *(f"≤ {edge}" for edge in edges), f"> {edges[-1]}"]
 
 
 def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
@@ -330,7 +330,7 @@ def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
         ),
     ]
     if comparison.a.tokens is not None or comparison.b.tokens is not None:
-        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]  # noqa: RUF001
+        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]
         rows.append(("tokens", f"A {tokens[0]} · B {tokens[1]}"))
     return rows
 
@@ -343,7 +343,7 @@ def truth_rows(truth: TruthSummary) -> list[tuple[str, str]]:
         ("mean CER, A - B", f"{gap.mean:+.5f}   95 % interval {gap.low:+.5f} to {gap.high:+.5f}: {verdict}"),
         ("", f"paired bootstrap, {gap.resamples:,} resamples of {truth.pages:,} pages"),
         ("page by page", f"A nearer {truth.better_a:,} · B nearer {truth.better_b:,} · equal {truth.equal:,}"),
-        ("counted as", "a null text as an empty one (CER 1); an empty truth as 0 if the text is empty, else 1"),
+        ("counted as", "a null text is an empty one (CER 1); an empty truth gives 0, or 1 with any text"),
     ]
     if truth.pages_without_truth or truth.pages_with_empty_truth:
         left_out = f"{truth.pages_without_truth:,} null, left out · {truth.pages_with_empty_truth:,} empty"
@@ -414,7 +414,7 @@ def worst_page_facts(page: WorstPage) -> list[str]:
     if page.cer_a is not None and page.cer_b is not None:
         facts.append(f"CER {page.cer_a:.4f} / {page.cer_b:.4f}")
     if page.status_a or page.status_b:
-        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")  # noqa: RUF001
+        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")
     if page.first_difference is not None:
         facts.append(f"from character {page.first_difference:,}")
     return facts
@@ -578,7 +578,8 @@ details { background: var(--card); border: 1px solid var(--line); border-radius:
   overflow: hidden; }
 summary { padding: 12px 18px; cursor: pointer; overflow-wrap: anywhere; }
 summary b { margin-right: 10px; } summary span { color: var(--soft); font-size: 13px; margin-right: 12px; }
-.diff { border-top: 1px solid var(--line); max-height: 620px; overflow-y: auto; font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; }
+.diff { border-top: 1px solid var(--line); max-height: 620px; overflow-y: auto;
+  font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; }
 .row { display: grid; grid-template-columns: 1fr 1fr; }
 .row > div { padding: 1px 14px; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 0; min-height: 1.6em;
   unicode-bidi: isolate; }
@@ -661,7 +662,7 @@ def _side_card(name: str, side: ComparedSide) -> str:
 def _figures(comparison: Comparison) -> Iterator[str]:
     texts, truth = comparison.texts, comparison.truth
     figures = [
-        (f"{100 * texts.identical / texts.pages:.1f} %" if texts.pages else "–", "byte-identical"),  # noqa: RUF001
+        (f"{100 * texts.identical / texts.pages:.1f} %" if texts.pages else "–", "byte-identical"),
         (_number(texts.similarity_mean), "mean similarity"),
         (_number(texts.similarity_worst_decile_mean), "worst decile"),
         (f"{texts.no_text_a:,} / {texts.no_text_b:,}", "text missing only in A / only in B"),

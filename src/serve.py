@@ -184,6 +184,10 @@ def base_url(url: str) -> str:
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise UsageError(
+            "--server holds a user name or password; give the key in the variable that --api-key-env names"
+        )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -46,13 +45,17 @@ from .ask import Asker
 from .errors import JobError
 from .flow import Job, run_job
 from .interrupt import Interrupts
-from .job import Run, begin, carry_out, make_job
+from .job import Run, begin, carry_out, engine_args, hosted_command, make_job
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
 from .report import progress_shown, say
 from .serve import Server, Wanted, check_possible, is_local, running_server
 
 SCRIPT = "lighton-ocr-server.py"
+OTHERWISE = (
+    "Here: install vLLM, or give --server URL, or try without a GPU: "
+    '--serve-command "uv run rapidocr-server.py" --model rapidocr'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def wanted_server(run: Run, options: ServerOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
-    revision = ["--revision", options.model_revision] if options.model_revision else []
     return Wanted(
         model=options.model,
         url=options.server,
         command=options.serve_command,
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
-        vllm_args=(*run.profile.serve_args, *revision, *options.vllm_args),
+        vllm_args=engine_args(run),
         startup_timeout_s=options.startup_timeout,
-        hint=hosted_command(run),
-    )
-
-
-def hosted_command(run: Run) -> str:
-    """Return the command that runs the same job on a hosted GPU, and what it takes."""
-    words = ["hf", "jobs", "uv", "run", "--image", run.profile.image, "--flavor", "l4x1", "-s", "HF_TOKEN"]
-    command = shlex.join([*words, "--timeout", "4h", "SCRIPT_URL", *run.argv])
-    return (
-        f"On a hosted GPU:\n\n    {command}\n\n"
-        f"(SCRIPT_URL: the address of {SCRIPT}, or its path here; input and output must be Hub datasets there.)\n"
-        "Here: install vLLM, or give --server URL, or try without a GPU: "
-        '--serve-command "uv run rapidocr-server.py" --model rapidocr'
+        hint=hosted_command(run, run.profile.image, OTHERWISE),
     )
 
 

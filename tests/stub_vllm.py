@@ -23,8 +23,8 @@ A fault is `KIND[=VALUE][,key=value...]`, or a JSON object {"kind": ..., ...} wh
 
 Which requests: `every=N`, `at=N` (or `at=3+7`), `first=N`, `after=N` count the requests that fit the page filters
 `page=HASH_PREFIX` (or `pages=A+B`), `tag=RRGGBB`, `size=WxH`; `per=page` counts for each page by itself; `p=0.1,seed=3`
-throws dice; `times=N` ends the fault after N firings (stall, die, dead: 1). All given conditions must hold; the first
-fault that fits is the request's. `late=1` lets status, reset and garbage come after the page's time has passed.
+throws dice; `times=N` ends the fault after N firings (stall, die, dead: 1). All given conditions must hold. Each fault counts
+every request that fits its filters; of several that are due, the first given is the request's. `late=1` lets status, reset and garbage come after the page's time has passed.
 """
 
 from __future__ import annotations
@@ -108,16 +108,13 @@ class Fault:
     fired: int = 0
     dice: random.Random = dataclasses.field(default_factory=random.Random)
 
-    def strikes(self, page: Page) -> bool:
-        """Count this request, and say whether the fault happens to it."""
+    def is_due(self, page: Page) -> bool:
+        """Count this request where it fits the page filters, and say whether the fault is due at it."""
         if not self._concerns(page):
             return False
         key = page.digest if self.per == "page" else ""
         self.seen[key] += 1
-        if not self._is_turn(self.seen[key]) or (self.times is not None and self.fired >= self.times):
-            return False
-        self.fired += 1
-        return True
+        return self._is_turn(self.seen[key]) and (self.times is None or self.fired < self.times)
 
     def _concerns(self, page: Page) -> bool:
         if self.pages and not page.digest.startswith(self.pages):
@@ -784,7 +781,7 @@ class Stub:
             raise RefusalError(503, "The engine is not ready yet.", "Service Unavailable")
         if self.settings.health_status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise engine_dead()
-        fault = next((fault for fault in self.faults if fault.strikes(page)), None)
+        fault = self._strike(page)
         if fault and fault.kind in ERROR_KINDS and not fault.late:
             return self._fail(request, fault)
         await self._serve(fault)
@@ -798,6 +795,13 @@ class Stub:
         self.stats.completed(page, answer)
         self.total_completions += 1
         return response
+
+    def _strike(self, page: Page) -> Fault | None:
+        due = [fault for fault in self.faults if fault.is_due(page)]
+        if not due:
+            return None
+        due[0].fired += 1
+        return due[0]
 
     async def _serve(self, fault: Fault | None) -> None:
         """Let the page's time pass, with what the fault does to it."""
@@ -862,7 +866,7 @@ class Stub:
 
     async def show_stats(self, request: web.Request) -> web.Response:
         """Everything counted."""
-        counted = dataclasses.asdict(self.stats) | {
+        counted = vars(self.stats) | {
             "distinct_pages": len([digest for digest in self.stats.asks if digest]),
             "max_running": self.engine.max_running,
             "running": self.engine.running,

@@ -331,7 +331,8 @@ GOOD = [
     "@dataclass\nclass D:\n    x: list[int] = field(default_factory=list)\n",
     "T = TypeVar('T')\n\n\ndef f(x: T) -> T:\n    return x\n",
     "X = Count(3)\n",
-    "def f(x: int) -> object:\n    '''F.'''\n    return field(default=x)\n\n\n@dataclass\nclass D:\n    x: object = f(1)\n",
+    "def f(x: int) -> object:\n    '''F.'''\n    return field(default=x)\n\n\n"
+    "@dataclass\nclass D:\n    x: object = f(1)\n",
     "_n = 0\n\n\ndef f() -> None:\n    global _n\n    _n += 1\n",
     "def f(words: int) -> int:\n    Word = greet = words\n    return Word + greet\n",
     "def f() -> Inner:\n    class Inner:\n        pass\n\n    return Inner()\n",
@@ -392,11 +393,15 @@ BAD = {
         "src/more.py:5: a conditional import. Import it inside the function that needs it."
     ),
     "import sys\n\nif sys.platform:\n    import re\n": "src/more.py:7: a conditional import",
-    "import re  # why\n\nX = re\n": "src/more.py:5: `# why` is among the imports, where it would be lost. Put it below them.",
+    "import re  # why\n\nX = re\n": (
+        "src/more.py:5: `# why` is among the imports, where it would be lost. Put it below them."
+    ),
     "import re; X = re\n": "src/more.py:5: two statements on one line",
     # what is imported is there
     "from .nowhere import x\n\nX = x\n": "src/more.py:5: there is no src/nowhere.py. Write it, or mend the name.",
-    "from .numbers import nothing\n\nX = nothing\n": "src/more.py:5: `nothing` is not made at the top level of src/numbers.py.",
+    "from .numbers import nothing\n\nX = nothing\n": (
+        "src/more.py:5: `nothing` is not made at the top level of src/numbers.py."
+    ),
     "from .numbers import re\n\nX = re\n": (
         "`re` is not made at the top level of src/numbers.py. Import it from where it is made."
     ),
@@ -410,7 +415,9 @@ BAD = {
         "(src/words.py has it: this would work only when joined). Import it."
     ),
     "def f() -> object:\n    return re\n": "`re` is neither made nor imported here (src/",
-    "def f() -> object:\n    return lambda: [unknown for _ in ()]\n": "src/more.py:6: `unknown` is neither made nor imported here. Import it.",
+    "def f() -> object:\n    return lambda: [unknown for _ in ()]\n": (
+        "src/more.py:6: `unknown` is neither made nor imported here. Import it."
+    ),
     "def f(x: Count) -> None: ...\n": "src/more.py:5: `Count` is neither made nor imported here",
     "def f() -> object:\n    return compile\n": (
         "src/more.py:6: the builtin `compile` would be the one of src/words.py. Rename that one."
@@ -471,7 +478,9 @@ WHOLE_ROOMS = {
         "src/words.py:1: something stands above the docstring."
     ),
     '"""D."""\n\nX = 1\n': "src/words.py:1: no `from __future__ import annotations`. Add it",
-    f'"""D.\n\n{"x" * 119}\n"""\n\nfrom __future__ import annotations\n': "src/words.py:3: a docstring line of 119 columns",
+    f'"""D.\n\n{"x" * 119}\n"""\n\nfrom __future__ import annotations\n': (
+        "src/words.py:3: a docstring line of 119 columns, which becomes a comment two columns longer. Wrap it at 118."
+    ),
     '"""D.\n\nnoqa: all of it\n"""\n\nfrom __future__ import annotations\n': (
         "the docstring line `noqa: all of it` would become a directive. Put a word before it."
     ),

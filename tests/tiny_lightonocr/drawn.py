@@ -1,8 +1,8 @@
 """Draws pages whose text is known, in the one way that the tiny LightOnOCR can read.
 
-One monospaced character per cell of 28 × 28 pixels, because a cell of 28 × 28 pixels is one image token: patches of 14
-pixels, merged 2 × 2. Training and tests draw with the same functions. What changes the pitch of 28 pixels (scaling, most
-of all) can't be read, so a pipeline that resizes or moves pages shows at once.
+One monospaced character per cell of 28 × 28 pixels, because such a cell is one image token: patches of 14 pixels,
+merged 2 × 2. Training and tests draw with the same functions. What changes the pitch of 28 pixels, scaling most of all,
+can't be read, so a pipeline that resizes or moves pages shows at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     tests/vllm-cpu/.venv/bin/python -m tests.tiny_lightonocr.train --out tests/tiny_lightonocr/checkpoint
 
-About half an hour on two cores that nobody else uses. It writes a checkpoint that `vllm serve` loads like any LightOnOCR.
+About half an hour on two cores that nobody else uses. `vllm serve` loads what it writes like any other LightOnOCR.
 
 Left to the text alone, a model of this size does not find out within hours where to look. Two helpers, which exist in
 training only, tell it: a probe that must name each cell's character from its image token, and one attention head
@@ -189,8 +189,8 @@ class Reader:
     def image_tokens(self, pixels: Any) -> Any:
         """Pixels to image tokens, one a cell.
 
-        transformers packs a batch of images into one sequence and masks it, which is quadratic in the whole batch. Pages
-        of one size need neither, so the modules are called one by one.
+        transformers packs a batch of images into one sequence and masks it, which is quadratic in the whole batch.
+        Pages of one size need neither, so the modules are called one by one.
         """
         rows, columns = pixels.shape[2] // PATCH_PX, pixels.shape[3] // PATCH_PX
         patches = self.vision.ln_pre(self.vision.patch_conv(pixels).flatten(2).transpose(1, 2))
