@@ -5,9 +5,10 @@
     python bench/driver.py --only ours --in-flight 256 --rounds 1
 
 For each number in flight the contestants take turns. The stub holds all pages until the window is full for the first
-time, so it is, on any machine; then it answers. It runs in its own process and is not counted. What is counted is the process's own: CPU seconds (user and system), and
-private memory (RssAnon, sampled; mapped files are the page cache's). A run over one page is subtracted where it says
-"net": what it costs to start Python and its libraries. Quote the ratios; the seconds are those of one machine.
+time, so it is, on any machine; then it answers. It runs in its own process and is not counted. What is counted is the
+client's own: CPU seconds (user and system), and private memory (RssAnon, sampled; mapped files are the page cache's). A
+run over one page is subtracted where it says "net": that is Python starting, and its libraries. Quote the ratios; the
+seconds are those of one machine.
 """
 
 from __future__ import annotations

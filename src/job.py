@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -277,6 +278,8 @@ def carry_out(run: Run, ask_all: Callable[[Run, ExitStack, Interrupts], None]) -
     `ask_all` writes the blocks that are missing. It gets a stack to put its engine on: what is on it is closed on every
     way out.
     """
+    # A corrupt EXIF block is worth no line on stderr; a picture that can't be read is refused by name.
+    warnings.filterwarnings("ignore", module="PIL")
     interrupts = Interrupts()
     message, code = "done", 0
     with interrupts.caught():

@@ -49,8 +49,8 @@ class HubError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.code = code
+        self.body = {"error": message}
+        self.headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +395,13 @@ class Routes:
         user = self.hub.check_write(owner, token).user
         kind, name = body.get("type") or "model", f"{owner}/{body['name']}"
         private = body.get("visibility") == "private" or bool(body.get("private"))
-        url = page_url(request, self.hub.create(kind, name, user, private))
+        url = page_url(request, kind, name)
+        try:
+            self.hub.create(kind, name, user, private)
+        except HubError as error:
+            # clients that say `exist_ok` read the address from the refusal
+            error.body["url"] = url
+            raise
         return web.json_response({"url": url, "name": name, "id": "0" * 24})
 
     async def delete_repo(self, request: web.Request) -> web.Response:
@@ -559,7 +565,7 @@ class Routes:
         target = f"refs/pr/{number}" if number else ref
         title = f"{header['value']['summary']}\n{header['value'].get('description', '')}"
         commit = repo.add_commit(target, base, files, token.user, title)
-        url = page_url(request, repo)
+        url = page_url(request, repo.kind, repo.name)
         answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}", "hookOutput": ""}
         return web.json_response(answer | ({"pullRequestUrl": f"{url}/discussions/{number}"} if number else {}))
 
@@ -615,8 +621,7 @@ class Routes:
 
 def refuse(error: HubError) -> web.Response:
     """An error as the Hub sends it: the clients read the headers."""
-    headers = {"X-Error-Message": error.message} | ({"X-Error-Code": error.code} if error.code else {})
-    return web.json_response({"error": error.message}, status=error.status, headers=headers)
+    return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
 def origin(request: web.Request) -> str:
@@ -624,10 +629,10 @@ def origin(request: web.Request) -> str:
     return f"http://{request.host}"
 
 
-def page_url(request: web.Request, repo: Repo) -> str:
+def page_url(request: web.Request, kind: str, name: str) -> str:
     """The address of a repository's page."""
-    prefix = "" if repo.kind == "model" else f"{repo.kind}s/"
-    return f"{origin(request)}/{prefix}{repo.name}"
+    prefix = "" if kind == "model" else f"{kind}s/"
+    return f"{origin(request)}/{prefix}{name}"
 
 
 def ranged(request: web.Request, content: bytes, headers: Mapping[str, str]) -> web.Response:

@@ -1,4 +1,4 @@
-"""Runs of lighton-ocr-server.py for tests: datasets to give it, the built file as a process or in this one, its output."""
+"""Runs of lighton-ocr-server.py for tests: datasets, the built file as a process of its own or in this one, its output."""
 
 from __future__ import annotations
 
@@ -33,10 +33,26 @@ SCRIPT = ROOT / "lighton-ocr-server.py"
 STUB = ROOT / "tests" / "stub_vllm.py"
 PATIENCE_S = 90.0  # how long a test waits before it gives up: never a measure of speed
 NEW_COLUMNS = ["markdown", "markdown_status", "markdown_error", "markdown_tokens", "inference_info"]
-JSON_KEYS = (
-    "version exit_code message input output split model engine rows rows_before rows_done statuses requests retries "
-    "prompt_tokens tokens seconds pages_per_second"
-).split()
+JSON_KEYS = [
+    "version",
+    "exit_code",
+    "message",
+    "input",
+    "output",
+    "split",
+    "model",
+    "engine",
+    "rows",
+    "rows_before",
+    "rows_done",
+    "statuses",
+    "requests",
+    "retries",
+    "prompt_tokens",
+    "tokens",
+    "seconds",
+    "pages_per_second",
+]
 
 
 # --- datasets --------------------------------------------------------------------------------------------------------
@@ -123,8 +139,7 @@ def run_here(*words: str | Path) -> Ended:
         try:
             code = int(built_script().main([str(word) for word in words]))
         except SystemExit as end:
-            assert isinstance(end.code, int)
-            code = end.code
+            code = int(end.code or 0)
     return Ended(code, stdout.getvalue(), stderr.getvalue())
 
 

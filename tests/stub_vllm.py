@@ -23,8 +23,9 @@ A fault is `KIND[=VALUE][,key=value...]`, or a JSON object {"kind": ..., ...} wh
 
 Which requests: `every=N`, `at=N` (or `at=3+7`), `first=N`, `after=N` count the requests that fit the page filters
 `page=HASH_PREFIX` (or `pages=A+B`), `tag=RRGGBB`, `size=WxH`; `per=page` counts for each page by itself; `p=0.1,seed=3`
-throws dice; `times=N` ends the fault after N firings (stall, die, dead: 1). All given conditions must hold. Each fault counts
-every request that fits its filters; of several that are due, the first given is the request's. `late=1` lets status, reset and garbage come after the page's time has passed.
+throws dice; `times=N` ends the fault after N firings (stall, die, dead: 1). All given conditions must hold. Each fault
+counts every request that fits its filters; of several that are due, the first given is the request's. `late=1` lets
+status, reset and garbage come after the page's time has passed.
 """
 
 from __future__ import annotations
@@ -553,15 +554,13 @@ class Stats:
         self.last_completion_at = time.time()
 
 
-def without_images(body: Mapping[str, Any]) -> dict[str, object]:
-    """A request's body with each image URL shortened to its head."""
-    shown: dict[str, Any] = json.loads(json.dumps(body, default=str), object_hook=_shorten_url)
-    return shown
-
-
-def _shorten_url(value: dict[str, Any]) -> dict[str, Any]:
-    url = value.get("url")
-    return value | {"url": url[:40]} if isinstance(url, str) and url.startswith("data:") else value
+def without_images(value: Any) -> Any:
+    """A request's body with each data URL shortened to its head."""
+    if isinstance(value, dict):
+        return {key: without_images(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_images(item) for item in value]
+    return value[:40] if isinstance(value, str) and value.startswith("data:") else value
 
 
 def metrics_text(engine: Engine, stats: Stats, model: str) -> str:

