@@ -303,16 +303,16 @@ def _data_bytes(url: str) -> bytes:
 def _local_file(url: str, media_path: Path | None) -> Path:
     if media_path is None:
         raise RequestError("Cannot load local files without `--allowed-local-media-path`.")
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost"):
-        raise RequestError(f"A file:// URL names a local file, this one a file on {parts.netloc!r}.")
     try:
+        parts = urlsplit(url)
         path = Path(unquote(parts.path)).resolve()
         # Judged after links are followed, so that neither `..` nor a link leads out.
         inside = media_path in path.parents
         is_file = inside and path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"The file:// URL names no file: {error}.") from error
+    if parts.netloc not in ("", "localhost"):
+        raise RequestError(f"A file:// URL names a local file, this one a file on {parts.netloc!r}.")
     if not inside:
         raise RequestError(f"The file of {url[:200]!r} is not below `--allowed-local-media-path {media_path}`.")
     if not is_file:
@@ -633,6 +633,8 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
         503: "ServiceUnavailableError",
     }
     kind = names.get(status, HTTPStatus(status).phrase)
+    # What is quoted from a request may hold half a surrogate pair, which UTF-8 can't.
+    message = message.encode("utf-8", "replace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 

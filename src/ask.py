@@ -116,11 +116,12 @@ class Asker:
             started = time.monotonic()
             try:
                 answer = await self._send(request)
+                result = answered(answer, attempts, time.monotonic() - started)
             except Exception as error:  # noqa: BLE001 - the page boundary: sorted, counted, never swallowed
                 failure = sort_error(error)
             else:
                 self._last_answer = time.monotonic()
-                return answered(answer, attempts, time.monotonic() - started)
+                return result
             now = time.monotonic()
             first_failure_at = min(first_failure_at, now)
             give_up_at = min(give_up_at, now + self._retry_for_s)
@@ -159,7 +160,9 @@ class Asker:
 
 
 def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
-    """Read a chat completion."""
+    """Read a chat completion; raise `ValueError` where something else came back with status 200, as from a proxy."""
+    if not getattr(answer, "choices", None):
+        raise ValueError(repr(answer)[:200])
     choice = answer.choices[0]
     usage = answer.usage
     return result_of_answer(

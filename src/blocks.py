@@ -88,8 +88,12 @@ class BlockFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
-        self._data.mkdir(parents=True, exist_ok=True)
-        with (self._data / f".{self.split}.lock").open("w") as lock:
+        try:
+            self._data.mkdir(parents=True, exist_ok=True)
+            lock = (self._data / f".{self.split}.lock").open("w")
+        except OSError as error:
+            raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

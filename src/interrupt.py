@@ -40,7 +40,9 @@ class Interrupts:
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Catch the signals within."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        # a hangup that `nohup` has us ignore stays ignored
+        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
         try:
             yield
         finally:

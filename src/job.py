@@ -310,6 +310,26 @@ def carry_out(run: Run, ask_all: Callable[[Run, ExitStack, Interrupts], None]) -
     return code
 
 
+def refuse(script: str, options: CommonOptions, error: JobError) -> int:
+    """Say, to people and to programs, why a run did not begin; return the exit code."""
+    say(f"{script}: {error}")
+    outcome = Outcome(
+        input=options.input,
+        output=options.output,
+        split=None,
+        model=options.model,
+        engine=None,
+        exit_code=error.exit_code,
+        message=str(error),
+        seconds=0.0,
+        tally=None,
+        statuses={},
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
+    return error.exit_code
+
+
 def say_end(run: Run, code: int, message: str) -> None:
     """Write the last line for people, and the JSON line for programs."""
     if run.tally and run.tally.done:

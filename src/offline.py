@@ -49,7 +49,7 @@ from .engine import OfflineEngine
 from .errors import EngineError, JobError, UsageError
 from .flow import Job, run_job
 from .interrupt import Interrupts
-from .job import Run, begin, carry_out, engine_args, hosted_command, make_job
+from .job import Run, begin, carry_out, engine_args, hosted_command, make_job, refuse
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
 from .report import progress_shown, say
@@ -90,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = begin(SCRIPT, options, words)
         check_engine_is_possible(run)
     except JobError as error:
-        say(f"{SCRIPT}: {error}")
-        return error.exit_code
+        return refuse(SCRIPT, options, error)
     return carry_out(run, functools.partial(ask_engine, options))
 
 

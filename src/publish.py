@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from collections import Counter
@@ -63,12 +64,13 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         return
     import pyarrow.parquet as pq
     from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import httpx
 
     api = HfApi()
     try:
         user = api.whoami()
-    except (LocalTokenNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalTokenNotFoundError, httpx.HTTPError, OSError) as error:
         raise UsageError(
             f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
             "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
@@ -79,6 +81,8 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         files = api.list_repo_files(output.repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
         return
+    except (httpx.HTTPError, OSError) as error:
+        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
     blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
     if blocks and not overwrite:
         with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
@@ -105,8 +109,13 @@ def card_text(
     statuses: Mapping[str, int],
     facts: Mapping[str, Any],
     command: str,
+    written: str = "",
 ) -> str:
-    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before."""
+    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
+
+    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
+    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
+    """
     from huggingface_hub import DatasetCard, DatasetCardData
 
     data: dict[str, Any] = {}
@@ -115,6 +124,8 @@ def card_text(
         card = DatasetCard(earlier, ignore_metadata_errors=True)
         data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
     data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    if written:
+        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
     data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
     data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
     body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
@@ -164,14 +175,17 @@ def write_card(output: Output, **contents: Any) -> None:
     """Write the card beside the blocks; an existing card's own text is kept."""
     path = output.folder / "README.md"
     earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    path.write_text(card_text(earlier, **contents), encoding="utf-8")
+    folder = BlockFolder(output.folder, contents["plan"].split)
+    newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
+    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
 
 
 def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
     """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
     assert output.repo_id is not None
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx
 
     api = HfApi()
     try:
@@ -184,7 +198,7 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
             delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
             commit_message=f"Text of split {split}",
         )
-    except (HfHubHTTPError, OSError) as error:
+    except (httpx.HTTPError, OSError) as error:
         raise PublishError(
             f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
             "the same command publishes them without asking about a page again"

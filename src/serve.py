@@ -114,7 +114,11 @@ class Spawned:
 
 
 def check_possible(wanted: Wanted) -> None:
-    """Raise `EngineError` at once where no server is running, none is named, and `vllm` is not there to spawn one."""
+    """Raise at once where no server is named and none can be spawned: no `vllm`, or a command that is none."""
+    if wanted.url is not None:
+        base_url(wanted.url)
+    if wanted.command is not None:
+        command_words(wanted.command)
     if wanted.url is None and wanted.command is None and shutil.which("vllm") is None:
         raise EngineError(f"no `vllm` command on this machine, and no --server to use.\n{wanted.hint}")
 
@@ -156,13 +160,22 @@ def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
         if shutil.which("vllm") is None:
             raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
         return ["vllm", "serve", wanted.model, "--host", host, "--port", str(port), *wanted.vllm_args]
-    words = shlex.split(wanted.command)
-    if not words:
-        raise UsageError("--serve-command is empty; give the command that starts the server")
+    words = command_words(wanted.command)
     filled = [_fill(word, {"host": host, "port": str(port), "model": wanted.model}) for word in words]
     if not any("{port}" in word for word in words):
         filled += ["--host", host, "--port", str(port)]
     return filled
+
+
+def command_words(command: str) -> list[str]:
+    """Split the user's command as a shell does."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--serve-command {command!r} can't be read: {error}") from error
+    if not words:
+        raise UsageError("--serve-command is empty; give the command that starts the server")
+    return words
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:

@@ -45,7 +45,7 @@ from .ask import Asker
 from .errors import JobError
 from .flow import Job, run_job
 from .interrupt import Interrupts
-from .job import Run, begin, carry_out, engine_args, hosted_command, make_job
+from .job import Run, begin, carry_out, engine_args, hosted_command, make_job, refuse
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
 from .report import progress_shown, say
@@ -103,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = wanted_server(run, options)
         check_possible(wanted)
     except JobError as error:
-        say(f"{SCRIPT}: {error}")
-        return error.exit_code
+        return refuse(SCRIPT, options, error)
     return carry_out(run, functools.partial(ask_server, options, wanted))
 
 

@@ -78,6 +78,7 @@ def open_source(
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
     """
     import datasets
+    from huggingface_hub.utils import httpx
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -91,7 +92,7 @@ def open_source(
         else:
             fingerprint, is_private, pinned = hub_fingerprint(name, revision)
         found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
     rows, split_name, paths_are_ours = found
     if not rows.num_rows:
@@ -126,6 +127,24 @@ def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int
 
 def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
     """Return the wanted column; or, where none is named, `image`, or the only column of images."""
+    column = _find_image_column(schema, wanted)
+    kind = schema.field(column).type
+    if not _may_hold_pictures(kind):
+        raise UsageError(
+            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+        )
+    return column
+
+
+def _may_hold_pictures(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
+
+
+def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
     import datasets
 
     if wanted is not None:
@@ -280,11 +299,12 @@ class ParquetRows:
     def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         import pyarrow.parquet as pq
+        from huggingface_hub.utils import httpx
 
         try:
             with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
                 yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-        except (OSError, pa.ArrowInvalid) as error:
+        except (OSError, pa.ArrowInvalid, httpx.HTTPError) as error:
             raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Runs of lighton-ocr-server.py for tests: datasets, the built file as a process of its own or in this one, its output."""
+"""Runs of lighton-ocr-server.py for tests: datasets, the built file as a process or in this one, its output."""
 
 from __future__ import annotations
 

@@ -313,6 +313,7 @@ def test_the_key_is_never_shown(endpoint: Endpoint) -> None:
 def test_another_model_is_not_found(endpoint: Endpoint) -> None:
     body = asking(data_url(drawn("x"))) | {"model": "lightonai/LightOnOCR-2-1B"}
     assert error_of(endpoint.post(body), 404) == "The model `lightonai/LightOnOCR-2-1B` does not exist."
+    assert "does not exist" in error_of(endpoint.post(body | {"model": "\ud800"}), 404)
 
 
 def test_an_unknown_path_and_a_wrong_method_are_errors_of_the_same_shape(endpoint: Endpoint) -> None:
@@ -342,6 +343,8 @@ def test_an_unknown_path_and_a_wrong_method_are_errors_of_the_same_shape(endpoin
         (asking("https://example.org/page.png"), "fetches nothing"),
         (asking("ftp://example.org/page.png"), "fetches nothing"),
         (asking("/etc/passwd"), "fetches nothing"),
+        (asking("file://[half"), "names no file"),
+        (asking("http://\ud800"), "fetches nothing"),
         (asking(""), "fetches nothing"),
     ],
 )

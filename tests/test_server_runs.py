@@ -577,7 +577,10 @@ STARTS = {
         shlex.join([sys.executable, "-c", "import time; print('loading', flush=True); time.sleep(99)"]),
         ["is not ready", "without a sign of progress (--startup-timeout)", "| loading"],
     ),
-    "serves something else": (stub_command("--served-model-name", "other"), ["to use what it serves give --model oth"]),
+    "serves something else": (
+        stub_command("--served-model-name", "other", "--root", "there"),
+        ["to use what it serves give --model oth"],
+    ),
 }
 
 
