@@ -133,6 +133,13 @@ class PublishError(JobError):
     """The blocks are all there, but the output could not be published. The same command publishes them."""
 
 
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return what calls to the Hub raise where the network or the Hub fails: httpx's own errors are no `OSError`."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    return (OSError, httpx.HTTPError)
+
+
 # ---- ink -------------------------------------------------------------------------------------------------------------
 # Whether anything is written on a page.
 #
@@ -1254,7 +1261,6 @@ def open_source(
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
     """
     import datasets
-    from huggingface_hub.utils import httpx
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -1268,7 +1274,7 @@ def open_source(
         else:
             fingerprint, is_private, pinned = hub_fingerprint(name, revision)
         found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
-    except (OSError, ValueError, LookupError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
     rows, split_name, paths_are_ours = found
     if not rows.num_rows:
@@ -1475,12 +1481,11 @@ class ParquetRows:
     def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         import pyarrow.parquet as pq
-        from huggingface_hub.utils import httpx
 
         try:
             with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
                 yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-        except (OSError, pa.ArrowInvalid, httpx.HTTPError) as error:
+        except (*network_errors(), pa.ArrowInvalid) as error:
             raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:
@@ -2314,13 +2319,12 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         return
     import pyarrow.parquet as pq
     from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
-    from huggingface_hub.utils import httpx
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     api = HfApi()
     try:
         user = api.whoami()
-    except (LocalTokenNotFoundError, httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise UsageError(
             f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
             "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
@@ -2331,7 +2335,7 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         files = api.list_repo_files(output.repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
         return
-    except (httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
     blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
     if blocks and not overwrite:
@@ -2435,7 +2439,6 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
     """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
     assert output.repo_id is not None
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import httpx
 
     api = HfApi()
     try:
@@ -2448,7 +2451,7 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
             delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
             commit_message=f"Text of split {split}",
         )
-    except (httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise PublishError(
             f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
             "the same command publishes them without asking about a page again"

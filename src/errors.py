@@ -25,3 +25,10 @@ class SourceError(JobError):
 
 class PublishError(JobError):
     """The blocks are all there, but the output could not be published. The same command publishes them."""
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return what calls to the Hub raise where the network or the Hub fails: httpx's own errors are no `OSError`."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    return (OSError, httpx.HTTPError)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours, new_columns
-from .errors import PublishError, UsageError
+from .errors import PublishError, UsageError, network_errors
 from .result import STATUSES
 
 CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
@@ -64,13 +64,12 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         return
     import pyarrow.parquet as pq
     from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
-    from huggingface_hub.utils import httpx
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     api = HfApi()
     try:
         user = api.whoami()
-    except (LocalTokenNotFoundError, httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise UsageError(
             f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
             "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
@@ -81,7 +80,7 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         files = api.list_repo_files(output.repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
         return
-    except (httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
     blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
     if blocks and not overwrite:
@@ -185,7 +184,6 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
     """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
     assert output.repo_id is not None
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import httpx
 
     api = HfApi()
     try:
@@ -198,7 +196,7 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
             delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
             commit_message=f"Text of split {split}",
         )
-    except (httpx.HTTPError, OSError) as error:
+    except network_errors() as error:
         raise PublishError(
             f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
             "the same command publishes them without asking about a page again"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import SourceError, UsageError
+from .errors import SourceError, UsageError, network_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,7 +78,6 @@ def open_source(
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
     """
     import datasets
-    from huggingface_hub.utils import httpx
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -92,7 +91,7 @@ def open_source(
         else:
             fingerprint, is_private, pinned = hub_fingerprint(name, revision)
         found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
-    except (OSError, ValueError, LookupError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
     rows, split_name, paths_are_ours = found
     if not rows.num_rows:
@@ -299,12 +298,11 @@ class ParquetRows:
     def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         import pyarrow.parquet as pq
-        from huggingface_hub.utils import httpx
 
         try:
             with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
                 yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-        except (OSError, pa.ArrowInvalid, httpx.HTTPError) as error:
+        except (*network_errors(), pa.ArrowInvalid) as error:
             raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:

@@ -68,12 +68,12 @@ def picture(number: int, path: str | None = None) -> dict[str, Any]:
     return {"bytes": tagged_png(number), "path": path or f"page-{number:04d}.png"}
 
 
-def pages_dataset(numbers: Iterable[int], **cells: object) -> datasets.Dataset:
-    """A dataset of an id, a page and a label per number; `cells` puts other cells into rows: `{"row3": cell}`."""
+def pages_dataset(numbers: Iterable[int], cells: Mapping[int, object] | None = None) -> datasets.Dataset:
+    """A dataset of an id, a page and a label per number; `cells` are other cells, by the numbers of their rows."""
     import datasets
 
     rows = list(numbers)
-    images = [cells.get(f"row{index}", picture(number)) for index, number in enumerate(rows)]
+    images = [(cells or {}).get(number, picture(number)) for number in rows]
     features = datasets.Features(
         {
             "id": datasets.Value("int64"),
@@ -85,10 +85,10 @@ def pages_dataset(numbers: Iterable[int], **cells: object) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def write_pages(path: Path, count: int, row_group_size: int = 50, **cells: object) -> Path:
+def write_pages(path: Path, count: int, cells: Mapping[int, object] | None = None, *, row_group_size: int = 50) -> Path:
     """Write pages 1 to `count` to a parquet file; their tags are their numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pages_dataset(range(1, count + 1), **cells).with_format("arrow")[:]
+    table = pages_dataset(range(1, count + 1), cells).with_format("arrow")[:]
     pq.write_table(table, path, row_group_size=row_group_size)
     return path
 
@@ -187,7 +187,7 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     give_up_at = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up_at, f"waited in vain: {what}"
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

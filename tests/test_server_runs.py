@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,22 +91,23 @@ def test_a_run_killed_at_random_moments_loses_and_doubles_nothing_and_asks_again
     tmp_path: Path, stub: StubVllm
 ) -> None:
     pages, out, rows = write_pages(tmp_path / "pages.parquet", 120), tmp_path / "out", 120
-    words = [pages, out, "--server", stub.url, "--block-rows", 8, "--concurrency", 16]
+    words = [str(pages), str(out), "--server", stub.url, "--block-rows", "8", "--concurrency", "16"]
     stub.configure(ceiling=60, seconds_per_page=0.05)
     dice = random.Random(20)
     asked_before: set[str] = set()
     for moment in (dice.randint(1, 15), dice.randint(20, 40), dice.randint(10, 35)):
         closed = {int(file.stem[-6:]) for file in block_files(out)}
         stub.reset()
-        with Running(*map(str, words)) as run:
-            wait_until(lambda count=moment: stub.stats()["completions"] >= count, f"{moment} pages are read")
+        stub.configure(faults=[f"hang,after={moment + 20}"])  # so that it can't end before it is killed
+        with Running(*words) as run:
+            wait_until_read(stub, moment)
             run.signal(signal.SIGKILL)
             assert run.wait().code == -signal.SIGKILL
         asked_before = check_what_was_asked(stub, closed, asked_before)
     closed = {int(file.stem[-6:]) for file in block_files(out)}
     stub.reset()
-    stub.configure(ceiling=0, seconds_per_page=0)
-    ended = run_here(*map(str, words))
+    stub.configure(faults=[], ceiling=0, seconds_per_page=0)
+    ended = run_here(*words)
     assert ended.code == 0, ended
     asked = check_what_was_asked(stub, closed, asked_before)
     assert len(asked) == rows
@@ -115,6 +117,10 @@ def test_a_run_killed_at_random_moments_loses_and_doubles_nothing_and_asks_again
     assert_all_read(output_table(out), range(1, rows + 1))
     assert [file.name for file in block_files(out)] == [f"train-{number:06d}.parquet" for number in range(15)]
     assert not list((out / "data").glob("*.tmp")) + list((out / "data").glob(".*.tmp"))
+
+
+def wait_until_read(stub: StubVllm, pages: int) -> None:
+    wait_until(lambda: stub.stats()["completions"] >= pages, f"{pages} pages are read")
 
 
 def check_what_was_asked(stub: StubVllm, closed: set[int], asked_before: set[str]) -> set[str]:
@@ -131,8 +137,11 @@ def check_what_was_asked(stub: StubVllm, closed: set[int], asked_before: set[str
 
 def test_sigterm_keeps_the_closed_blocks_ends_the_spawned_server_and_the_same_command_finishes(tmp_path: Path) -> None:
     pages, out, journal = write_pages(tmp_path / "pages.parquet", 60), tmp_path / "out", tmp_path / "journal"
-    serve = stub_command("--read-tag", "--journal", str(journal), "--ceiling", "40")
-    words = [str(pages), str(out), "--block-rows", "8", "--concurrency", "8", "--serve-command", serve]
+    serve = tmp_path / "serve.sh"
+    script = f'exec {stub_command("--read-tag", "--journal", str(journal))} $(cat {tmp_path}/faults) "$@"\n'
+    serve.write_text(script)
+    (tmp_path / "faults").write_text("--fault hang,after=30")  # so that it can't end before it is stopped
+    words = [str(pages), str(out), "--block-rows", "8", "--concurrency", "8", "--serve-command", f"sh {serve}"]
     with Running(*words) as run:
         wait_until(lambda: block_files(out) and len(read_journal(journal)) >= 12, "a block is closed")
         second = run_here(*words)
@@ -151,10 +160,12 @@ def test_sigterm_keeps_the_closed_blocks_ends_the_spawned_server_and_the_same_co
     assert loaded["id"][:] == list(range(1, closed * 8 + 1))
     assert set(loaded["markdown_status"]) == {"ok"}
     journal.unlink()
+    (tmp_path / "faults").write_text("")
     again = run_here(*words)
     assert again.code == 0, again
     assert len(read_journal(journal)) == 60 - closed * 8
     assert_all_read(output_table(out), range(1, 61))
+    assert load(out)["id"][:] == list(range(1, 61)), "load_dataset gave the unfinished output that it had cached"
     assert not any(is_running(entry["pid"]) for entry in read_journal(journal))
 
 
@@ -163,14 +174,18 @@ def test_another_signal_stops_a_run_in_the_same_way(
     tmp_path: Path, stub: StubVllm, number: signal.Signals, code: int
 ) -> None:
     pages, out = write_pages(tmp_path / "pages.parquet", 60), tmp_path / "out"
-    stub.configure(ceiling=30)
-    with Running(pages, out, "--server", stub.url, "--block-rows", "4", "--concurrency", "4") as run:
+    stub.configure(faults=["hang,after=20"])
+
+    def stop_it() -> None:
         wait_until(lambda: block_files(out), "a block is closed")
-        run.signal(number)
-        ended = run.wait()
+        os.kill(os.getpid(), number)
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_it)
+        ended = run_here(pages, out, "--server", stub.url, "--block-rows", "4", "--concurrency", "4")
+        stopping.result()
     assert ended.code == code
     assert number.name in ended.line["message"]
-    assert "Traceback" not in ended.stderr
     wait_until(lambda: stub.stats()["in_flight"] == 0, "its requests are given up")
     assert load(out).num_rows == len(block_files(out)) * 4 == sum(ended.line["statuses"].values())
     assert stub.stats()["requests"] < 60
@@ -286,7 +301,18 @@ def test_a_server_that_answers_nothing_but_errors_stops_the_run_and_nothing_is_l
     tmp_path: Path, stub: StubVllm
 ) -> None:
     pages, out = write_pages(tmp_path / "pages.parquet", 40), tmp_path / "out"
-    words = [pages, out, "--server", stub.url, "--block-rows", "5", "--concurrency", "5", "--retry-for", "0.6"]
+    words = [
+        str(pages),
+        str(out),
+        "--server",
+        stub.url,
+        "--block-rows",
+        "5",
+        "--concurrency",
+        "5",
+        "--retry-for",
+        "0.6",
+    ]
     stub.configure(faults=["status=500,after=22,message=the engine is gone"])
     ended = run_here(*words)
     assert ended.code == 1
@@ -319,7 +345,8 @@ def test_a_page_that_always_fails_while_others_are_read_becomes_an_error_row(tmp
 def test_a_server_that_dies_stops_the_run_and_one_in_its_place_finishes_it(tmp_path: Path) -> None:
     pages, out = write_pages(tmp_path / "pages.parquet", 40), tmp_path / "out"
     with StubVllm("--fault", "die,at=24") as first:
-        words = [pages, out, "--server", first.v1, "--block-rows", "5", "--concurrency", "5", "--retry-for", "0.5"]
+        words = [str(pages), str(out), "--server", first.v1, "--block-rows", "5"]
+        words += ["--concurrency", "5", "--retry-for", "0.5"]
         ended = run_here(*words)
         assert first.wait() == 1
     assert ended.code == 1
@@ -735,8 +762,8 @@ def test_a_run_with_other_settings_into_the_same_output_is_refused_with_what_dif
     out = tmp_path / "out"
     assert run_here(pages, out, "--server", stub.url, "--block-rows", "4").code == 0
     stub.reset()
-    other = [pages, out, "--server", stub.url, "--block-rows", "2", "--temperature", "0.7"]
-    ended = run_here(*other)
+    other = ["--server", stub.url, "--block-rows", "2", "--temperature", "0.7"]
+    ended = run_here(pages, out, *other)
     assert ended.code == 2
     assert "block_rows: was 4, now 2" in ended.line["message"]
     assert "temperature: was 0.2, now 0.7" in ended.line["message"]
@@ -972,8 +999,8 @@ def test_a_path_in_a_cell_is_opened_only_inside_the_dataset(tmp_path: Path, stub
     (tmp_path / "in" / "inside.png").write_bytes(tagged_png(77))
     (tmp_path / "in" / "link.png").symlink_to(secret)
     paths = ["/etc/passwd", str(secret), "../secret.png", "link.png", "inside.png"]
-    cells = {f"row{number}": {"bytes": None, "path": path} for number, path in enumerate(paths, 1)}
-    write_pages(tmp_path / "in" / "pages.parquet", 7, **cells)
+    cells = {number: {"bytes": None, "path": path} for number, path in enumerate(paths, 2)}
+    write_pages(tmp_path / "in" / "pages.parquet", 7, cells)
     words = ["--server", stub.url, "--max-failure-rate", "1"]
     ended = run_here(tmp_path / "in" / "pages.parquet", tmp_path / "out", *words)
     assert ended.code == 0, ended
@@ -983,15 +1010,15 @@ def test_a_path_in_a_cell_is_opened_only_inside_the_dataset(tmp_path: Path, stub
     written = b"".join(file.read_bytes() for file in block_files(tmp_path / "out"))
     assert secret.read_bytes() not in written
     assert b"root:" not in written
-    assert output_table(tmp_path / "out")["image"].to_pylist()[1] == cells["row1"]
+    assert output_table(tmp_path / "out")["image"].to_pylist()[1] == cells[2]
 
 
 def test_cells_without_a_page_are_rows_with_a_reason_or_blank(tmp_path: Path, stub: StubVllm) -> None:
     empty = Image.new("RGB", (60, 60), "white")
     empty.save(tmp_path / "blank.png")
     blank = {"bytes": (tmp_path / "blank.png").read_bytes(), "path": "blank.png"}
-    cells: dict[str, object] = {"row1": None, "row2": {"bytes": b"", "path": "e.png"}, "row3": blank}
-    pages = write_pages(tmp_path / "pages.parquet", 5, **cells)
+    cells = {2: None, 3: {"bytes": b"", "path": "e.png"}, 4: blank}
+    pages = write_pages(tmp_path / "pages.parquet", 5, cells)
     ended = run_here(pages, tmp_path / "out", "--server", stub.url, "--max-failure-rate", "0.5")
     assert ended.code == 0, ended
     assert list(statuses(tmp_path / "out").values()) == ["ok", "error", "error", "blank", "ok"]
