@@ -621,6 +621,7 @@ def refused(status: str, reason: str) -> PageResult:
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 REFUSALS_THAT_STOP = 50  # so many refused pages and not one answered: it is not the pages
+PROBE_TOKENS = 16
 SEND_BYTES = 256 * 1024
 URL_PLACE = "\0page\0"  # stands in the JSON of a request where the page goes: no JSON text holds it unescaped
 
@@ -703,7 +704,7 @@ class Asker:
         Raises `EngineError` where the fault is not the page's.
         """
         attempts = 0
-        give_up_at = first_failure_at = float("inf")
+        give_up_at = failed_at = float("inf")
         request: Body | Refusal = body
         while not isinstance(request, Refusal):
             attempts += 1
@@ -717,16 +718,25 @@ class Asker:
                 self._last_answer = time.monotonic()
                 return result
             now = time.monotonic()
-            first_failure_at = min(first_failure_at, now)
             give_up_at = min(give_up_at, now + self._retry_for_s)
             if failure.kind == "transient" and now < give_up_at:
+                failed_at = now
                 self._on_retry(failure.reason)
                 await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
                 request = await again()
                 continue
-            self._stop_if_systemic(failure, first_failure_at)
+            await self._stop_if_systemic(failure, since=min(failed_at, started))
             return PageResult(None, "error", error=f"{failure.reason} (attempt {attempts})", attempts=attempts)
         return refused(request.status, request.reason)
+
+    async def _is_answering(self) -> bool:
+        """Whether the engine answers a small page of ours."""
+        question = replace(self._question, max_tokens=PROBE_TOKENS)
+        try:
+            answered(await self._send(request_body(probe_page(), 0, question, self._model)), 1, 0.0)
+        except Exception:  # noqa: BLE001 - whatever it was, it is no answer
+            return False
+        return True
 
     async def _send(self, body: Body) -> Any:
         from openai.types.chat import ChatCompletion
@@ -736,10 +746,12 @@ class Asker:
             "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
         )
 
-    def _stop_if_systemic(self, failure: Failure, first_failure_at: float) -> None:
+    async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
+        """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""
         if failure.kind == "systemic":
             raise EngineError(failure.reason)
-        if failure.kind == "transient" and self._last_answer < first_failure_at:
+        # The last page of a run has no others beside it to show that the engine answers.
+        if failure.kind == "transient" and self._last_answer < since and not await self._is_answering():
             raise EngineError(
                 f"no page was answered for {self._retry_for_s:.0f} s; the last error was: {failure.reason}. "
                 "Look at the server; the same command goes on where this run stopped"
@@ -751,6 +763,15 @@ class Asker:
                     f"the first {REFUSALS_THAT_STOP} pages were all refused, the last with: {failure.reason}. "
                     "Check the model, --max-tokens and the server's --max-model-len"
                 )
+
+
+def probe_page() -> Page:
+    """Draw a small page that any engine that works can read."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("L", (280, 84), "white")
+    ImageDraw.Draw(image).text((20, 30), "page", fill="black")
+    return Page(image, original=None)
 
 
 def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
@@ -2788,6 +2809,8 @@ def say_end(run: Run, code: int, message: str) -> None:
 
 LOG_LINES_SHOWN = 20
 POLL_S = 0.5
+# Waits until our end of its stdin closes, as it does however we end, by SIGKILL too; then ends the group named in $0.
+GUARD = 'read -r _; kill -TERM "-$0"; sleep 10; kill -KILL "-$0"'
 # Variables by which `uv run` points Python at our environment: the server has its own.
 OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
 
@@ -2840,6 +2863,13 @@ class Spawned:
                 )
             except OSError as error:
                 raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def check_alive(self) -> None:
         """Raise `EngineError` with the end of its log if the process has ended."""
@@ -2861,6 +2891,8 @@ class Spawned:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)
         self._process.poll()
+        self._guard.kill()
+        self._guard.communicate()
 
     def kill(self) -> None:
         """Kill the process group at once, without waiting."""
@@ -2894,15 +2926,20 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
     key = secrets.token_urlsafe(24)
-    spawned = Spawned(server_command(wanted, host, port), server_environment(key))
+    command = server_command(wanted, host, port)
+    # In a thread, where no signal can come between the start of the process and our knowing of it.
+    starter = ThreadPoolExecutor(1)
+    starting = starter.submit(Spawned, command, server_environment(key))
     try:
+        spawned = starting.result()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         models = _wait_for_models(url, key, wanted.startup_timeout_s, spawned)
         yield Server(
             Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models), spawned
         )
     finally:
-        spawned.end()
+        starter.shutdown()
+        starting.result().end()
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:

@@ -60,16 +60,6 @@ def _with_grain(page: Image.Image, number: int, colour: bool) -> Image.Image:
     return Image.fromarray(np.stack([gray, gray * 0.97, gray * 0.88], axis=2).clip(0, 255).astype(np.uint8))
 
 
-def tiny(number: int) -> bytes:
-    """Draw a tiny page, 32×32 px with some ink, as a PNG file; no two of the first 10^9 are equal."""
-    image = Image.new("L", (32, 32), "white")
-    for index, digit in enumerate(f"{number:09d}"):
-        image.paste(int(digit) * 20, (2 + index * 3, 8, 4 + index * 3, 24))
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
 def write_dataset(folder: Path, pages: Iterator[bytes] | list[bytes], rows_per_file: int = 1000) -> Path:
     """Write pages as a dataset of parquet files, `train` split, with the columns `id` and `image`."""
     features = datasets.Features({"id": datasets.Value("int64"), "image": datasets.Image()})

@@ -13,7 +13,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import EngineError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 REFUSALS_THAT_STOP = 50  # so many refused pages and not one answered: it is not the pages
+PROBE_TOKENS = 16
 SEND_BYTES = 256 * 1024
 URL_PLACE = "\0page\0"  # stands in the JSON of a request where the page goes: no JSON text holds it unescaped
 
@@ -109,7 +110,7 @@ class Asker:
         Raises `EngineError` where the fault is not the page's.
         """
         attempts = 0
-        give_up_at = first_failure_at = float("inf")
+        give_up_at = failed_at = float("inf")
         request: Body | Refusal = body
         while not isinstance(request, Refusal):
             attempts += 1
@@ -123,16 +124,25 @@ class Asker:
                 self._last_answer = time.monotonic()
                 return result
             now = time.monotonic()
-            first_failure_at = min(first_failure_at, now)
             give_up_at = min(give_up_at, now + self._retry_for_s)
             if failure.kind == "transient" and now < give_up_at:
+                failed_at = now
                 self._on_retry(failure.reason)
                 await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
                 request = await again()
                 continue
-            self._stop_if_systemic(failure, first_failure_at)
+            await self._stop_if_systemic(failure, since=min(failed_at, started))
             return PageResult(None, "error", error=f"{failure.reason} (attempt {attempts})", attempts=attempts)
         return refused(request.status, request.reason)
+
+    async def _is_answering(self) -> bool:
+        """Whether the engine answers a small page of ours."""
+        question = replace(self._question, max_tokens=PROBE_TOKENS)
+        try:
+            answered(await self._send(request_body(probe_page(), 0, question, self._model)), 1, 0.0)
+        except Exception:  # noqa: BLE001 - whatever it was, it is no answer
+            return False
+        return True
 
     async def _send(self, body: Body) -> Any:
         from openai.types.chat import ChatCompletion
@@ -142,10 +152,12 @@ class Asker:
             "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
         )
 
-    def _stop_if_systemic(self, failure: Failure, first_failure_at: float) -> None:
+    async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
+        """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""
         if failure.kind == "systemic":
             raise EngineError(failure.reason)
-        if failure.kind == "transient" and self._last_answer < first_failure_at:
+        # The last page of a run has no others beside it to show that the engine answers.
+        if failure.kind == "transient" and self._last_answer < since and not await self._is_answering():
             raise EngineError(
                 f"no page was answered for {self._retry_for_s:.0f} s; the last error was: {failure.reason}. "
                 "Look at the server; the same command goes on where this run stopped"
@@ -157,6 +169,15 @@ class Asker:
                     f"the first {REFUSALS_THAT_STOP} pages were all refused, the last with: {failure.reason}. "
                     "Check the model, --max-tokens and the server's --max-model-len"
                 )
+
+
+def probe_page() -> Page:
+    """Draw a small page that any engine that works can read."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("L", (280, 84), "white")
+    ImageDraw.Draw(image).text((20, 30), "page", fill="black")
+    return Page(image, original=None)
 
 
 def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:

@@ -23,6 +23,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from .report import duration, say
 
 LOG_LINES_SHOWN = 20
 POLL_S = 0.5
+# Waits until our end of its stdin closes, as it does however we end, by SIGKILL too; then ends the group named in $0.
+GUARD = 'read -r _; kill -TERM "-$0"; sleep 10; kill -KILL "-$0"'
 # Variables by which `uv run` points Python at our environment: the server has its own.
 OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
 
@@ -85,6 +88,13 @@ class Spawned:
                 )
             except OSError as error:
                 raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def check_alive(self) -> None:
         """Raise `EngineError` with the end of its log if the process has ended."""
@@ -106,6 +116,8 @@ class Spawned:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)
         self._process.poll()
+        self._guard.kill()
+        self._guard.communicate()
 
     def kill(self) -> None:
         """Kill the process group at once, without waiting."""
@@ -139,15 +151,20 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
     key = secrets.token_urlsafe(24)
-    spawned = Spawned(server_command(wanted, host, port), server_environment(key))
+    command = server_command(wanted, host, port)
+    # In a thread, where no signal can come between the start of the process and our knowing of it.
+    starter = ThreadPoolExecutor(1)
+    starting = starter.submit(Spawned, command, server_environment(key))
     try:
+        spawned = starting.result()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         models = _wait_for_models(url, key, wanted.startup_timeout_s, spawned)
         yield Server(
             Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models), spawned
         )
     finally:
-        spawned.end()
+        starter.shutdown()
+        starting.result().end()
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:

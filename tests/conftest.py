@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
+pytest_plugins = ["tests.engine_fixtures"]
+
 # Read by the libraries when they are imported, so it must stand before any test module is.
 _home = tempfile.TemporaryDirectory(prefix="lighton-ocr-tests-")
 for _name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "VLLM_API_KEY", "ACCELERATOR"):

@@ -182,9 +182,9 @@ class Running:
                 stream.close()
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
     """Wait for something to come true; fail where it does not."""
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < give_up_at, f"waited in vain: {what}"
         time.sleep(0.02)

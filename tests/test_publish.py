@@ -98,7 +98,7 @@ def test_writing_the_card_again_changes_nothing_and_keeps_what_people_wrote() ->
     assert again.count(CARD_BEGIN) == 1
     assert "9 ok" in again
     assert "10 ok" not in again
-    data = DatasetCard(again).data.to_dict()
+    data = DatasetCard(again).data.to_dict()  # type: ignore[no-untyped-call]
     assert data["license"] == "cc0-1.0"
     assert data["tags"] == ["letters", "ocr", "uv-script"]
 

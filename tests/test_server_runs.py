@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ from src.models import find_profile
 from src.question import page_seed
 from tests.runs import (
     NEW_COLUMNS,
+    ROOT,
     STUB,
     Ended,
     Running,
@@ -207,6 +210,33 @@ def test_a_second_ctrl_c_ends_the_run_and_its_server_at_once(tmp_path: Path) -> 
     wait_until(lambda: not is_running(server), "the server is gone")
 
 
+def test_a_run_stopped_while_its_server_starts_takes_the_server_with_it(tmp_path: Path) -> None:
+    serve = f"sh -c 'echo $$ > {tmp_path}/pid; exec sleep 99'"
+
+    def stop_it() -> None:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the server starts")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_it)
+        ended = run_here(write_pages(tmp_path / "pages.parquet", 2), tmp_path / "out", "--serve-command", serve)
+        stopping.result()
+    assert ended.code == 143
+    assert "SIGTERM" in ended.line["message"]
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_spawned_server_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
+    serve = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 99"]
+    program = f"import os, time; from src.serve import Spawned; server = Spawned({serve}, os.environ); time.sleep(99)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL) as run:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the server starts")
+        server = int((tmp_path / "pid").read_text())
+        assert is_running(server)
+        run.kill()
+    wait_until(lambda: not is_running(server), "the server is gone")
+
+
 def test_a_hangup_that_nohup_ignores_is_not_taken_over() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -339,6 +369,19 @@ def test_a_page_that_always_fails_while_others_are_read_becomes_an_error_row(tmp
     counted = stub.stats()
     assert counted["tags"].pop(tag_of(7)) == ended.line["retries"] + 1 >= 3
     assert set(counted["tags"].values()) == {1}
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_a_page_that_always_fails_and_is_the_last_one_left_does_not_keep_the_run_from_ending(
+    tmp_path: Path, stub: StubVllm
+) -> None:
+    pages, out = write_pages(tmp_path / "pages.parquet", 3), tmp_path / "out"
+    stub.configure(faults=[f"status=500,tag={tag_of(3)}"])
+    words = ["--block-rows", "1", "--concurrency", "1", "--retry-for", "0.3", "--max-failure-rate", "1"]
+    ended = run_here(pages, out, "--server", stub.url, *words)
+    assert ended.code == 0, ended
+    assert list(statuses(out).values()) == ["ok", "ok", "error"]
+    assert stub.stats()["requests"] == ended.line["requests"] + 1, "one small page of ours has shown that it answers"
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -836,6 +879,29 @@ def test_a_row_group_that_cannot_be_read_stops_the_run_and_keeps_what_was_closed
     assert "row group 1" in ended.line["message"]
     assert ended.line["statuses"]["ok"] == output_table(out).num_rows > 0
     assert "Traceback" not in ended.stderr
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_closed(
+    tmp_path: Path, stub: StubVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, out = write_pages(tmp_path / "pages.parquet", 20), tmp_path / "out"
+    write = built_script().BlockFolder.write
+
+    def fill_up(folder: BlockFolder, number: int, table: pa.Table) -> None:
+        if number == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, number, table)
+
+    words = [str(pages), str(out), "--server", stub.url, "--block-rows", "5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(built_script().BlockFolder, "write", fill_up)
+        ended = run_here(*words)
+    assert ended.code == 1, ended
+    assert "No space left on device" in ended.line["message"]
+    assert "run again" in ended.line["message"]
+    assert not (out / "data" / "train-000002.parquet").exists()
+    assert run_here(*words).code == 0
+    assert_all_read(output_table(out), range(1, 21))
 
 
 def test_some_rows_in_an_order_drawn_by_the_seed_are_the_same_rows_every_time(tmp_path: Path, stub: StubVllm) -> None:
