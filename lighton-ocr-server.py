@@ -53,6 +53,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
 #   job: A run, from options to exit code: what every script that makes text does around its engine.
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
+#   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 
 from __future__ import annotations
 
@@ -3122,11 +3123,10 @@ def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     return f"{owner} {version}".strip()
 
 
-# ---- server ----------------------------------------------------------------------------------------------------------
-# The script itself.
+# ---- driver ----------------------------------------------------------------------------------------------------------
+# What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 
 
-SCRIPT = "lighton-ocr-server.py"
 OTHERWISE = (
     "Here: install vLLM, or give --server URL, or try without a GPU: "
     '--serve-command "uv run rapidocr-server.py" --model rapidocr'
@@ -3134,10 +3134,8 @@ OTHERWISE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions(CommonOptions):
-    """The options of lighton-ocr-server.py."""
-
-    model: str = option(DEFAULT_MODEL_ID, "model", "model id or local checkpoint", metavar="ID")
+class DriverOptions(CommonOptions):
+    """What a driver script takes beside the common options: which server, and how patiently it is asked."""
 
     server: str | None = option(
         None,
@@ -3162,27 +3160,9 @@ class ServerOptions(CommonOptions):
     retry_for: float = option(
         600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
     )
-    concurrency: int = option(64, "run", "pages in flight", metavar="N", minimum=1, maximum=1000)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script; return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    assert __doc__ is not None
-    parser = make_parser(
-        ServerOptions, prog=SCRIPT, description=__doc__, epilog="Everything after -- goes to `vllm serve` unchanged."
-    )
-    options = parse_options(parser, ServerOptions, words)
-    try:
-        run = begin(SCRIPT, options, words)
-        wanted = wanted_server(run, options)
-        check_possible(wanted)
-    except JobError as error:
-        return refuse(SCRIPT, options, error)
-    return carry_out(run, functools.partial(ask_server, options, wanted))
-
-
-def wanted_server(run: Run, options: ServerOptions) -> Wanted:
+def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
         model=options.model,
@@ -3196,17 +3176,7 @@ def wanted_server(run: Run, options: ServerOptions) -> Wanted:
     )
 
 
-def ask_server(options: ServerOptions, wanted: Wanted, run: Run, stack: ExitStack, interrupts: Interrupts) -> None:
-    """Get a server and have it read every page that has no result yet."""
-    server = stack.enter_context(running_server(wanted))
-    if server.spawned:
-        interrupts.last_will = server.spawned.kill
-    run.engine = server.engine
-    say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
-    interrupts.run(drive(make_job(run, options.concurrency), run, options, server))
-
-
-async def drive(job: Job, run: Run, options: ServerOptions, server: Server) -> None:
+async def drive(job: Job, run: Run, options: DriverOptions, server: Server) -> None:
     """Keep the server busy with the pages of the job, and show how it goes."""
     import openai
 
@@ -3231,6 +3201,49 @@ async def drive(job: Job, run: Run, options: ServerOptions, server: Server) -> N
         )
         with progress_shown(run.tally):
             await run_job(job, asker, run.tally)
+
+
+# ---- server ----------------------------------------------------------------------------------------------------------
+# The script itself.
+
+
+SCRIPT = "lighton-ocr-server.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(DriverOptions):
+    """The options of lighton-ocr-server.py."""
+
+    model: str = option(DEFAULT_MODEL_ID, "model", "model id or local checkpoint", metavar="ID")
+
+    concurrency: int = option(64, "run", "pages in flight", metavar="N", minimum=1, maximum=1000)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    assert __doc__ is not None
+    parser = make_parser(
+        ServerOptions, prog=SCRIPT, description=__doc__, epilog="Everything after -- goes to `vllm serve` unchanged."
+    )
+    options = parse_options(parser, ServerOptions, words)
+    try:
+        run = begin(SCRIPT, options, words)
+        wanted = wanted_server(run, options)
+        check_possible(wanted)
+    except JobError as error:
+        return refuse(SCRIPT, options, error)
+    return carry_out(run, functools.partial(ask_server, options, wanted))
+
+
+def ask_server(options: ServerOptions, wanted: Wanted, run: Run, stack: ExitStack, interrupts: Interrupts) -> None:
+    """Get a server and have it read every page that has no result yet."""
+    server = stack.enter_context(running_server(wanted))
+    if server.spawned:
+        interrupts.last_will = server.spawned.kill
+    run.engine = server.engine
+    say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
+    interrupts.run(drive(make_job(run, options.concurrency), run, options, server))
 
 
 if __name__ == "__main__":

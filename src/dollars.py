@@ -12,8 +12,8 @@ A known quirk of the models (FACTS §1). Two escaped dollars are a pair of delim
    there, but for those inside of `\text{…}` and its like.
 
 `\$\$…\$\$` is a displayed formula under the same rules, but may span lines, no empty one, and needs a math sign:
-`\$\$` is also how restaurants are rated. An escaped dollar that belongs to no pair stays, and so does all that stands in
-code (fences, backticks, `<pre>`, `<code>`) or between dollars that are delimiters already.
+`\$\$` is also how restaurants are rated. An escaped dollar that belongs to no pair stays, and so does all that stands
+in code (fences, backticks, `<pre>`, `<code>`) or between dollars that are delimiters already.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import re
 CODE = (
     r"(?m:^[ \t]*(?P<fence>`{3,}|~{3,})[^\n]*\n(?:[^\n]*\n)*?(?:[ \t]*(?P=fence)[`~]*[ \t]*$|[^\n]*\Z))"
     r"|<(?P<tag>pre|code)\b[^>]*>(?s:.*?)(?:</(?P=tag)>|\Z)"
-    r"|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n)(?s:.))*?(?<!`)(?P=ticks)(?!`)"
+    r"|(?<![`\\])(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n)(?s:.))*?(?<!`)(?P=ticks)(?!`)"
 )
 MATH_ALREADY = (
     r"(?<![\\$])\$\$(?!\$)(?:(?!\n[ \t]*\n)(?s:.)){1,4000}?(?<!\\)\$\$(?!\$)"

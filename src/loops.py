@@ -32,6 +32,7 @@ STALE_SHARE = 0.7  # of the five-word sequences in a run that repeats nearly
 STALE_WITHIN = 1_500  # words
 STEADY_SHARE = 0.9  # of a counter's steps: dates and page numbers wrap
 EXCERPT_CHARACTERS = 200
+SHORT_LINE_LETTERS = 50
 WIDE_LETTER = 3  # one Chinese or Japanese character says as much as so many letters
 
 HTML_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
@@ -58,11 +59,12 @@ class Loop:
 class Bar:
     """The repetition that a page can hold: what reaches this is a loop.
 
-    `letters` counts for running text, `table_letters` for cells. What is mostly no letters has to reach `rows` where it
-    has rows, else both `repeats` and `characters` in its one row.
+    Running text has to reach `letters`, and `lines` too where its lines are short; cells `table_letters`, or, like all
+    that is mostly no letters, `rows` where there are rows, else both `repeats` and `characters` in the one row.
     """
 
     letters: int
+    lines: int
     table_letters: int
     rows: int
     repeats: int
@@ -72,6 +74,7 @@ class Bar:
         """Return the bar for weaker evidence."""
         return Bar(
             factor * self.letters,
+            factor * self.lines,
             factor * self.table_letters,
             factor * self.rows,
             factor * self.repeats,
@@ -79,8 +82,8 @@ class Bar:
         )
 
 
-CUT_OFF = Bar(letters=1_000, table_letters=5_000, rows=80, repeats=60, characters=400)
-FINISHED = Bar(letters=4_000, table_letters=10_000, rows=200, repeats=150, characters=1_000)
+CUT_OFF = Bar(letters=1_000, lines=80, table_letters=5_000, rows=80, repeats=60, characters=400)
+FINISHED = Bar(letters=4_000, lines=120, table_letters=10_000, rows=200, repeats=150, characters=1_000)
 
 
 def find_loop(text: str, *, finished: bool | None) -> Loop | None:
@@ -121,7 +124,9 @@ def _is_beyond(run: Loop, text: str, end: int, bar: Bar) -> bool:
     if run.repeats < 3 and letters < 4 * bar.letters:
         return False  # forms come in two copies
     is_table = CELL_MARK.search(unit) is not None
-    if letters >= (bar.table_letters if is_table else bar.letters):
+    if is_table and letters >= bar.table_letters:
+        return True
+    if not is_table and letters >= bar.letters and (rows >= bar.lines or letters >= SHORT_LINE_LETTERS * rows):
         return True
     if letters > 0.4 * len(span) and not is_table:
         return False
@@ -311,7 +316,7 @@ def better(a: PageResult, b: PageResult) -> PageResult:
     """Return the better of two attempts at a page; the earlier one, `a`, where nothing speaks for `b`.
 
     By status: ok, truncated, repetition, error. Between two truncated texts the longer one; between two that loop the
-    one that has more before the loop. Of two ok ones the earlier: its sampling is nearer to what the model was made for.
+    one that has more before the loop. Of two ok ones the earlier: its sampling is the nearer to the model's own.
     """
     return max(a, b, key=_merit)
 
@@ -330,11 +335,11 @@ def _merit(result: PageResult) -> tuple[int, int]:
 def repetition_field(vllm_version: str | None) -> dict[str, dict[str, int]]:
     """Return the request field by which vLLM stops a loop itself, or {} where it is too old, or not known to be vLLM.
 
-    Such a request ends with finish reason `repetition`. In the source of 0.32.0 (since about 0.17, FACTS §2) the field is
-    `RepetitionDetectionParams(max_pattern_size=0, min_pattern_size=0, min_count=0)`: sizes of 0 are off, a minimum of 0
-    means 1, a `min_count` below 2 is refused. After each token it stops where the last `size * min_count` tokens are
-    `min_count` copies of one pattern of `size` tokens, for any size in the range. `SamplingParams` of the offline engine
-    wants that object (`vllm.sampling_params.RepetitionDetectionParams`), not a mapping.
+    Such a request ends with finish reason `repetition`. In the source of 0.32.0 (since about 0.17, FACTS §2) the field
+    is `RepetitionDetectionParams(max_pattern_size=0, min_pattern_size=0, min_count=0)`: a maximum of 0 is off, a minimum
+    of 0 means 1, a `min_count` below 2 is refused. After each token it stops where the last `size * min_count` tokens
+    are `min_count` copies of one pattern of `size` tokens, for any size in the range. `SamplingParams` of the offline
+    engine wants that object (`vllm.sampling_params.RepetitionDetectionParams`), not a mapping.
 
     The engine can't know whether a text would end by itself, and one count has to do for all sizes. So the count lies
     above the rows of a page: a table of equal rows is not stopped. A loop of one token is, after 128 of them, one of 16

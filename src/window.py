@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 TICK_S = 0.5  # how often `Window.observe` is meant to be called
-FEWEST_IN_A_ROUND = 32  # answers by which throughput is compared, or those of a minute where they are slower
+FEWEST_IN_A_ROUND = 64  # answers by which throughput is compared, or those of a minute where they are slower
 BYTES_A_PAGE = 8 * 1024**2  # a page in flight, until it is measured
 FULL = 0.5  # a window that was full for a smaller share of the time is not what bounds us
 
@@ -89,6 +89,7 @@ class State:
     latency_s: float = 0.0  # of the last two dozen pages
     base_latency_s: float = 0.0  # where the ramp began; 0: not known yet
     first_batch: int = 0
+    recent: tuple[tuple[float, int], ...] = ()  # when how many were done, for as long back as a page takes
     # the opening and the ramp
     started: float = 0.0
     stepped_at: float = 0.0
@@ -198,7 +199,7 @@ class Rules:
             state = replace(state, started=seen.now, stepped_at=seen.now, answered_at=seen.now)
         if answers > 0:
             mean_s = (seen.latency_sum_s - state.latency_sum_s) / answers
-            weight = answers / (answers + 24) if state.latency_s else 1.0
+            weight = answers / (answers + 16) if state.latency_s else 1.0
             state = replace(
                 state, latency_s=state.latency_s + weight * (mean_s - state.latency_s), answered_at=seen.now
             )
@@ -211,6 +212,7 @@ class Rules:
             now=seen.now,
             done=seen.done,
             answers=answers,
+            recent=_pruned(state.recent, seen, max(2.0, state.base_latency_s)),
             latency_sum_s=seen.latency_sum_s,
             queued_since=(state.queued_since or seen.now) if seen.waiting else None,
             empty_since=(state.empty_since or seen.now) if seen.queue_is_empty else None,
@@ -224,7 +226,7 @@ class Rules:
         answers = seen.done - state.round_done
         if not state.round_size or took <= 0:
             return _new_round(state, seen)
-        if answers < max(state.round_size, 8) or (answers < FEWEST_IN_A_ROUND and took < 60):
+        if answers < max(state.round_size, 8) or (answers < FEWEST_IN_A_ROUND and took < 90):
             return replace(state, rate=None)
         counts = not state.settling and state.round_full_s >= 0.8 * took
         rate = answers / took if counts else None
@@ -345,12 +347,17 @@ class Rules:
             state = replace(state, phase="ramp", base_latency_s=state.latency_s)
         if state.phase != "ramp":
             return None
-        if state.base_latency_s and state.latency_s > 1.4 * state.base_latency_s:
+        if state.base_latency_s and state.latency_s > 1.5 * state.base_latency_s and len(state.recent) > 1:
             reason = f"a page takes {state.latency_s:.1f} s, {state.base_latency_s:.1f} s when the ramp began"
-            return self._to(self._settle(state, state.limit, seen.now, step=0.5), seen, state.limit, "brake", reason)
+            (then, done), *_ = state.recent
+            needed = 1.5 * state.base_latency_s * (seen.done - done) / (seen.now - then)
+            limit = min(state.limit, 1 + int(needed))
+            return self._to(self._settle(state, limit, seen.now, step=0.5), seen, limit, "brake", reason)
         if state.refused_at is not None and state.limit >= state.refused_at:
             state = self._settle(state, state.limit, seen.now + state.probe_wait_s)
-            return self._to(replace(state, refused_at=None), seen, state.limit, "brake", "pages were refused above this")
+            return self._to(
+                replace(state, refused_at=None), seen, state.limit, "brake", "pages were refused above this"
+            )
         if seen.now < state.quiet_until:
             return self._to(state, seen, state.limit, "hold", "after a cut")
         limit, reason = self._grown(state, seen)
@@ -365,7 +372,8 @@ class Rules:
             return state.limit + max(1, int(state.step * state.limit)), "none waits"
         if state.queue_seen:
             return state.limit, "the queue was full a while ago"
-        return state.limit + min(state.limit, state.answers), "answers"
+        more = state.answers * (2 if state.base_latency_s else 1)
+        return state.limit + min(state.limit, more), "answers"
 
     def _verdict(self, state: State, seen: Observation) -> Decision | None:
         if state.phase != "probe" or state.rate is None or state.baseline is None:
@@ -373,7 +381,8 @@ class Rules:
         more = state.limit / state.settled - 1
         gain = state.rate / state.baseline - 1
         reason = f"{100 * more:.0f} % more in flight, {100 * gain:.0f} % more throughput"
-        if gain >= 0.2 * more:
+        needed = max(0.05, 0.2 * more)
+        if gain >= needed:
             grown = replace(
                 self._settle(state, state.limit, seen.now, step=min(1.0, 2 * state.step)),
                 baseline=state.rate,
@@ -382,7 +391,7 @@ class Rules:
             if gain >= 0.6 * more:
                 grown = replace(grown, phase="ramp", base_latency_s=state.latency_s, step=1.0)
             return self._to(grown, seen, state.limit, "confirm", reason)
-        back = int(state.settled * (1 + 0.25 * more) + 0.5) if state.fresh else state.settled
+        back = int(state.settled * (1 + needed) + 1) if state.fresh else state.settled
         wait_s = max(state.probe_wait_s, 4 * state.latency_s)
         state = self._settle(state, back, seen.now + wait_s, step=max(0.125, state.step / 2))
         state = replace(state, fresh=False, probe_wait_s=min(240.0, 2 * state.probe_wait_s))
@@ -402,9 +411,7 @@ class Rules:
     def _settle(self, state: State, limit: int, probe_at: float, step: float = 0.25) -> State:
         """Return the state of a window that has found its place, until the next probe."""
         settled = self.bounds.clamp(limit)
-        return replace(
-            state, phase="steady", settled=settled, fresh=True, baseline=None, step=step, probe_at=probe_at
-        )
+        return replace(state, phase="steady", settled=settled, fresh=True, baseline=None, step=step, probe_at=probe_at)
 
 
 def _new_round(state: State, seen: Observation, settling: bool = True) -> State:
@@ -417,6 +424,13 @@ def _new_round(state: State, seen: Observation, settling: bool = True) -> State:
         settling=settling,
         rate=None,
     )
+
+
+def _pruned(recent: tuple[tuple[float, int], ...], seen: Observation, span_s: float) -> tuple[tuple[float, int], ...]:
+    recent = (*recent, (seen.now, seen.done))
+    while len(recent) > 2 and recent[1][0] <= seen.now - span_s:
+        recent = recent[1:]
+    return recent
 
 
 def _stepped(state: State, seen: Observation) -> State:
@@ -525,8 +539,19 @@ class Window:
         self._mark()
         now = self._clock()
         took = now - self._looked_at
-        seen = Observation(now=now, in_flight=self.gate.taken, ready=self.gate.waiting, full_share=self._full_s / took if took > 0 else 1.0,
-            done=self._done, latency_sum_s=self._latency_sum_s, tokens=self._tokens, refused=self._trouble["refused"], timeouts=self._trouble["timeout"], failed=self._trouble["failed"], **more)
+        seen = Observation(
+            now=now,
+            in_flight=self.gate.taken,
+            ready=self.gate.waiting,
+            full_share=self._full_s / took if took > 0 else 1.0,
+            done=self._done,
+            latency_sum_s=self._latency_sum_s,
+            tokens=self._tokens,
+            refused=self._trouble["refused"],
+            timeouts=self._trouble["timeout"],
+            failed=self._trouble["failed"],
+            **more,
+        )
         self._looked_at, self._full_s = now, 0.0
         self._trouble.clear()
         d = self.rules.decide(self.state, seen)

@@ -206,10 +206,17 @@ class Simulation:
     def _admit(self) -> None:
         self._progress()
         while self._waiting and len(self._running) + self._leaving < self.model.slots:
-            work = self.model.seconds_a_page * (1 + self.model.spread * self._dice.uniform(-1, 1))
+            work = self.model.seconds_a_page * self._share_of_work()
             heapq.heappush(self._running, (self._attained + work, next(self._numbers), self._waiting.popleft()))
         self.course.most_waiting = max(self.course.most_waiting, len(self._waiting))
         self._plan()
+
+    def _share_of_work(self) -> float:
+        """Return how long a page is, the mean being 1: up to 0.5 of spread evenly, beyond that with a long tail."""
+        spread = self.model.spread
+        if spread <= 0.5:
+            return 1 + spread * self._dice.uniform(-1, 1)
+        return self._dice.gammavariate(1 / spread**2, spread**2)
 
     def _plan(self) -> None:
         """Say when the next running page ends, at the speed of now."""
