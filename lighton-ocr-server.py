@@ -45,15 +45,34 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   blocks: Blocks of rows: their names, how one is written, and what is there already.
 #   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
 #   source: Rows of a dataset by address, undecoded.
+#   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
+#   window: How many pages may be in flight: a window that grows on evidence, and what bounds a run.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
-#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #   models: The profiles: everything that differs between the LightOnOCR generations.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
-#   job: A run, from options to exit code: what every script that makes text does around its engine.
+#   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+#   canary: The canary: a page of known text that an engine must read before it is trusted with the first real one.
+#   budget: Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of
+#       refusals.
+#   trust: What an engine must pass before its first page: the version gate, the budget, and the canary.
+#   web: Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
+#   ask_canary: Asks a server about the canary page, before there is an event loop.
+#   startup: What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has
+#       failed.
+#   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
+#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
+#       take.
+#   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
+#       file.
+#   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 #   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
+#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
+#       found.
 
 from __future__ import annotations
 
@@ -71,6 +90,7 @@ import ipaddress
 import json
 import math
 import os
+import queue
 import random
 import re
 import secrets
@@ -78,6 +98,7 @@ import shlex
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -86,17 +107,18 @@ import threading
 import time
 import types
 import typing
+import unicodedata
 import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeVar, cast
 
@@ -556,6 +578,7 @@ def page_sampling(question: Question, row: int) -> dict[str, Any]:
 # What became of a page.
 
 
+SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
 STATUSES = ("ok", "blank", "truncated", "repetition", "error")
 
 
@@ -638,17 +661,55 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish."""
+    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish.
+
+    `trouble` is what it says of a server: `refused` (it has too much to do), `timeout`, or `failed`.
+    """
 
     kind: str
     reason: str
     retry_after_s: float = 0.0
+    trouble: str = "failed"
+
+
+@dataclass(eq=False)
+class Visit:
+    """A page on its way through the server. `life` is that of the server it was last asked of, `strikes` its deaths."""
+
+    row: int
+    strikes: int = 0
+    life: int = 0
+    quarantined: bool = False
+
+    def reason(self) -> str:
+        """Say why a quarantined page has no text."""
+        return f"quarantined: the server died {self.strikes} times while it read this page, the last time with it alone"
+
+
+class Guard(Protocol):
+    """Who knows whether the server lives, and whose turn it is."""
+
+    def visit(self, row: int) -> AbstractContextManager[Visit]:
+        """Keep account of a page until it has its result."""
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone."""
+
+    def watch(self) -> Coroutine[Any, Any, None]:
+        """Return never, or raise when the engine is gone for good."""
 
 
 class Body:
     """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: list[bytes], row: int) -> None:
+        self.row = row
         self.num_bytes = sum(map(len, pieces))
         self._pieces = pieces[::-1]
 
@@ -657,6 +718,10 @@ class Body:
             piece = self._pieces.pop()
             for start in range(0, len(piece), SEND_BYTES):
                 yield piece[start : start + SEND_BYTES]
+
+    def whole(self) -> bytes:
+        """Return all of it at once."""
+        return b"".join(reversed(self._pieces))
 
 
 def request_body(page: Page, row: int, question: Question, model: str) -> Body:
@@ -670,7 +735,7 @@ def request_body(page: Page, row: int, question: Question, model: str) -> Body:
     if question.chat_template_kwargs:
         request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
     head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
-    return Body([head.encode(), data_url(page).encode(), tail.encode()])
+    return Body([head.encode(), data_url(page).encode(), tail.encode()], row)
 
 
 class Asker:
@@ -683,10 +748,11 @@ class Asker:
         question: Question,
         *,
         retry_for_s: float,
-        on_retry: Callable[[str], None],
-        watch: Callable[[], Coroutine[Any, Any, None]],
+        on_retry: Callable[[Failure], None],
+        guard: Guard,
     ) -> None:
-        self.watch = watch
+        self.watch = guard.watch
+        self._guard = guard
         self._client = client
         self._model = model
         self._question = question
@@ -704,10 +770,19 @@ class Asker:
 
         Raises `EngineError` where the fault is not the page's.
         """
-        attempts = 0
+        with self._guard.visit(body.row) as visit:
+            return await self._ask(visit, body, again)
+
+    async def _ask(self, visit: Visit, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        attempts = life = 0
         give_up_at = failed_at = float("inf")
         request: Body | Refusal = body
         while not isinstance(request, Refusal):
+            await self._guard.turn(visit)
+            if visit.quarantined:
+                return PageResult(None, "error", error=visit.reason(), attempts=attempts)
+            if life != visit.life:  # another server, another chance
+                life, give_up_at, failed_at = visit.life, float("inf"), float("inf")
             attempts += 1
             started = time.monotonic()
             try:
@@ -717,12 +792,18 @@ class Asker:
                 failure = sort_error(error)
             else:
                 self._last_answer = time.monotonic()
+                self._guard.answered(result.latency_s)
                 return result
+            if failure.kind == "transient" and await self._guard.is_lost(visit):
+                self._on_retry(failure)
+                await self._guard.turn(visit)  # the page is made anew when it can be sent, not for the wait
+                request = await again()
+                continue
             now = time.monotonic()
             give_up_at = min(give_up_at, now + self._retry_for_s)
             if failure.kind == "transient" and now < give_up_at:
                 failed_at = now
-                self._on_retry(failure.reason)
+                self._on_retry(failure)
                 await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
                 request = await again()
                 continue
@@ -796,7 +877,7 @@ def sort_error(error: Exception) -> Failure:
     import openai
 
     if isinstance(error, openai.APITimeoutError):
-        return Failure("transient", "the request timed out (--request-timeout)")
+        return Failure("transient", "the request timed out (--request-timeout)", trouble="timeout")
     if isinstance(error, openai.APIConnectionError):
         return Failure("transient", f"connection failed: {_root_cause(error)}")
     if isinstance(error, openai.APIStatusError):
@@ -808,7 +889,8 @@ def sort_error(error: Exception) -> Failure:
         if error.status_code == 404:
             return Failure("systemic", f"{reason}. Check --server and --model")
         if error.status_code in {408, 409, 425, 429} or error.status_code >= 500:
-            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")))
+            trouble = {408: "timeout", 429: "refused", 503: "refused"}.get(error.status_code, "failed")
+            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")), trouble)
         return Failure("permanent", reason)
     return Failure("transient", f"no chat completion came back: {type(error).__name__}: {error}")
 
@@ -858,6 +940,7 @@ def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
 LAYOUT_VERSION = 1
 INFO_COLUMN = "inference_info"
+ROW_COLUMN = "row_index"
 
 
 @dataclass(frozen=True)
@@ -875,9 +958,10 @@ class BlockPlan:
         """Which of the wanted rows block `number` holds."""
         return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
 
-    def file_name(self, number: int) -> str:
-        """Return the name of block `number`, relative to the output."""
-        return f"data/{self.split}-{number:06d}.parquet"
+
+def block_name(split: str, number: int) -> str:
+    """Return the name of a block's file, relative to the output."""
+    return f"data/{split}-{number:06d}.parquet"
 
 
 def block_number(split: str, file_name: str) -> int | None:
@@ -886,12 +970,53 @@ def block_number(split: str, file_name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class BlockFolder:
-    """The blocks of one split in a local folder."""
+@dataclass(frozen=True)
+class Shard:
+    """One of several runs that share an output: its blocks are those whose number is `index` modulo `count`."""
 
-    def __init__(self, root: Path, split: str) -> None:
+    index: int = 0
+    count: int = 1
+
+    def holds(self, number: int) -> bool:
+        """Whether block `number` is this shard's."""
+        return number % self.count == self.index
+
+
+WHOLE = Shard()
+
+
+class Blocks(Protocol):
+    """The blocks of one split of an output, wherever they lie."""
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are there."""
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, and nothing else."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep a second run out of what this one writes, and leave nothing half done behind."""
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write block `number`, whole or not at all."""
+
+
+class BlockFolder:
+    """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
+
+    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
         self.root = root
         self.split = split
+        self._shard = shard
         self._data = root / "data"
 
     def closed(self) -> set[int]:
@@ -903,7 +1028,17 @@ class BlockFolder:
 
     def path(self, number: int) -> Path:
         """Where block `number` is, or will be."""
-        return self._data / f"{self.split}-{number:06d}.parquet"
+        return self.root / block_name(self.split, number)
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return str(self.path(number))
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+        import pyarrow.parquet as pq
+
+        return pq.read_table(self.path(number), columns=columns)
 
     def stored_settings(self) -> bytes | None:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
@@ -922,7 +1057,7 @@ class BlockFolder:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
         try:
             self._data.mkdir(parents=True, exist_ok=True)
-            lock = (self._data / f".{self.split}.lock").open("w")
+            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
         except OSError as error:
             raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
         with lock:
@@ -933,7 +1068,9 @@ class BlockFolder:
                     f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
                 ) from None
             for leftover in self._data.glob(f".{self.split}-*.tmp"):
-                leftover.unlink(missing_ok=True)
+                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+                if number is not None and self._shard.holds(number):
+                    leftover.unlink(missing_ok=True)
             yield
 
     def write(self, number: int, table: pa.Table) -> None:
@@ -988,18 +1125,27 @@ def check_columns(schema: pa.Schema, output_column: str) -> None:
         )
 
 
-def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, Any]) -> pa.Schema:
-    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept."""
+def output_schema(
+    schema: pa.Schema, output_column: str, settings: Mapping[str, Any], *, without: str | None = None
+) -> pa.Schema:
+    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
+
+    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
+    """
     import datasets
     import pyarrow as pa
 
     text, status, error, tokens = new_columns(output_column)
-    kept = [column for column in schema if column.name != INFO_COLUMN]
+    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
+    if without is not None:
+        kept.append(pa.field(ROW_COLUMN, pa.int64()))
     strings = [pa.field(name, pa.string()) for name in (text, status, error)]
     added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
     features = datasets.Features.from_arrow_schema(schema)
-    features.pop(INFO_COLUMN, None)
-    for column in added:
+    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
+    for column in [*kept, *added]:
+        if column.name in features:
+            continue
         features[column.name] = datasets.Value(str(column.type))
     metadata = {
         **(schema.metadata or {}),
@@ -1010,9 +1156,20 @@ def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, 
 
 
 def block_table(
-    rows: pa.Table, results: Sequence[PageResult], schema: pa.Schema, output_column: str, info: Mapping[str, Any]
+    rows: pa.Table,
+    results: Sequence[PageResult],
+    schema: pa.Schema,
+    output_column: str,
+    info: Mapping[str, Any],
+    *,
+    addresses: Sequence[int] = (),
+    kept_info: Sequence[str | None] = (),
 ) -> pa.Table:
-    """Join rows and results, one each in the same order, to the table of a block."""
+    """Join rows and results, one each in the same order, to the table of a block.
+
+    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
+    `inference_info` of the rows whose results an earlier run left; None for those of this run.
+    """
     import pyarrow as pa
 
     if len(results) != rows.num_rows:
@@ -1030,7 +1187,12 @@ def block_table(
             strict=True,
         )
     )
-    values[INFO_COLUMN] = [appended_info(before, info) for before in earlier]
+    values[INFO_COLUMN] = [
+        kept or appended_info(before, info)
+        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
+    ]
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:
+        values[ROW_COLUMN] = [int(address) for address in addresses]
     columns = [
         pa.chunked_array([pa.array(values[column.name], type=column.type)])
         if column.name in values
@@ -1038,6 +1200,35 @@ def block_table(
         for column in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """What an earlier run left of a row: its result and its `inference_info`."""
+
+    result: PageResult
+    info: str | None
+
+
+def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow | None]:
+    """Return what a closed block holds of each row; None for the rows that failed."""
+    text, status, error, tokens = new_columns(output_column)
+    table = blocks.read(number, [text, status, error, tokens, INFO_COLUMN])
+    return [
+        KeptRow(PageResult(row[text], row[status], error=row[error], tokens=row[tokens]), row[INFO_COLUMN])
+        if row[status] in SOUND
+        else None
+        for row in table.to_pylist()
+    ]
+
+
+def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
+    """Count the statuses of all rows in some closed blocks."""
+    column = new_columns(output_column)[1]
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        counts.update(blocks.read(number, [column])[column].to_pylist())
+    return counts
 
 
 def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
@@ -1073,10 +1264,12 @@ class Tally:
     rows: int
     rows_before: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    preparing: int = 0
     in_flight: int = 0
     blocks: int = 0
     requests: int = 0
     retries: int = 0
+    restarts: int = 0
     verbose: bool = False
     prompt_tokens: int = 0
     tokens: int = 0
@@ -1104,6 +1297,10 @@ class Tally:
         if self.verbose:
             say(f"asking again: {reason}")
 
+    def restarted(self) -> None:
+        """Count a start of a server that had died or frozen."""
+        self.restarts += 1
+
     @property
     def done(self) -> int:
         """How many pages this run has finished."""
@@ -1112,7 +1309,7 @@ class Tally:
     @property
     def failed(self) -> int:
         """How many pages this run could not get a sound text for."""
-        return self.done - self.statuses["ok"] - self.statuses["blank"]
+        return sum(count for status, count in self.statuses.items() if status not in SOUND)
 
     def pages_per_s(self) -> float:
         """Return the mean speed of this run."""
@@ -1146,11 +1343,20 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_shown(tally: Tally) -> Iterator[None]:
     """Show progress while the event loop works within: a bar on a terminal, a plain line every 30 s elsewhere."""
-    task = asyncio.get_running_loop().create_task(_report_progress(tally))
+    with beside(_report_progress(tally)):
+        yield
+
+
+@contextmanager
+def beside(*work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Let coroutines run beside what is within, and end them after it; what they raise is not heard."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(one) for one in work]
     try:
         yield
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _report_progress(tally: Tally) -> None:
@@ -1213,6 +1419,7 @@ class Outcome:
                 "statuses": {status: self.statuses.get(status, 0) for status in STATUSES},
                 "requests": tally.requests,
                 "retries": tally.retries,
+                "restarts": tally.restarts,
                 "prompt_tokens": tally.prompt_tokens,
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),
@@ -1609,6 +1816,800 @@ def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
     return None
 
 
+# ---- gauges ----------------------------------------------------------------------------------------------------------
+# What a vLLM server says about itself: the gauges of its /metrics page, read every second.
+
+
+READ_EVERY_S = 1.0
+READ_TIMEOUT_S = 2.0
+STALE_S = 5.0  # older readings say nothing about now
+TRIES = 3  # so many pages without a gauge, and there are none
+SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)(\s+-?\d+)?\s*")
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """A reading, over all engines of the server; None where it does not say. The last four count from its start."""
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None  # of the fullest engine, 0 to 1
+    preemptions: float | None = None
+    succeeded: float | None = None
+    prompt_tokens: float | None = None
+    made_tokens: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the server says how many requests run and wait."""
+        return self.running is not None and self.waiting is not None
+
+
+def parse_gauges(text: str) -> Gauges:
+    """Read a page in Prometheus's text format; lines that are not understood are passed over."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for line in text.splitlines():
+        sample = SAMPLE.fullmatch(line)
+        if sample is None or not sample["name"].startswith("vllm:"):
+            continue
+        try:
+            value = float(sample["value"])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            values[sample["name"].removeprefix("vllm:").removesuffix("_total")].append(value)
+
+    def summed(name: str) -> float | None:
+        return sum(values[name]) if name in values else None
+
+    usage = values.get("kv_cache_usage_perc") or values.get("gpu_cache_usage_perc")  # the latter until 0.10
+    return Gauges(
+        running=summed("num_requests_running"),
+        waiting=summed("num_requests_waiting"),
+        kv_usage=max(usage) if usage else None,
+        preemptions=summed("num_preemptions"),
+        succeeded=summed("request_success"),
+        prompt_tokens=summed("prompt_tokens"),
+        made_tokens=summed("generation_tokens"),
+    )
+
+
+class GaugeReader:
+    """Reads a server's gauges beside the run. `get` fetches a URL: its text, or None where there is no such page."""
+
+    def __init__(
+        self,
+        base_url: str,
+        get: Callable[[str], Awaitable[str | None]],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = metrics_url(base_url)
+        self._get = get
+        self._say = say
+        self._clock = clock
+        self._last = Gauges()
+        self._read_at = float("-inf")
+
+    @property
+    def latest(self) -> Gauges:
+        """The last reading, or one that knows nothing where that is too old."""
+        return self._last if self._clock() - self._read_at <= STALE_S else Gauges()
+
+    async def read(self) -> bool:
+        """Read once; return whether there were gauges. No error of the server's or the network's leaves this."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                text = await self._get(self.url)
+        except Exception:  # noqa: BLE001 - gauges only help; a server that has none, or no time, is no reason to stop
+            return False
+        gauges = parse_gauges(text or "")
+        if gauges.known:
+            self._last, self._read_at = gauges, self._clock()
+        return gauges.known
+
+    async def run(self) -> None:
+        """Read every second until cancelled; give up, and say so once, where the server has never shown any."""
+        failures, seen = 0, False
+        while seen or failures < TRIES:
+            known = await self.read()
+            seen = seen or known
+            failures += not known
+            await asyncio.sleep(READ_EVERY_S)
+        self._say(f"{self.url} shows no vLLM gauges: the window goes by the answers alone")
+
+
+def metrics_url(base_url: str) -> str:
+    """Return where a server whose API is at `base_url` (with or without /v1) has its metrics."""
+    return base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+
+
+# ---- window ----------------------------------------------------------------------------------------------------------
+# How many pages may be in flight: a window that grows on evidence, and what bounds a run.
+#
+# `Rules.decide` is pure: what is remembered (`WindowState`) and what is seen now (`Observation`) make a `Decision` that
+# names its rule. `Window` is what the flow holds: pages enter and leave it, and twice a second it is told what is seen.
+
+
+TICK_S = 0.5  # how often `Window.observe` is meant to be called
+ROUND_ANSWERS = 96  # throughput is compared over so many answers,
+ROUND_S = 90.0  # or those of so long a time, where they are slower
+PROBE_AFTER_S = 15.0
+CROWDED = 6  # times the latency of the first pages: more in flight must bring much more than noise
+PROBE_WAIT_S = 240.0  # the longest time between two probes
+UNMEASURED_PAGE_BYTES = 8 * 1024**2  # a page in flight, until it is measured
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the window may be. Where a page takes longer than `longest_wait_s`, too many are in flight."""
+
+    least: int = 1
+    most: int = 512
+    initial: int = 8
+    longest_wait_s: float = 300.0
+
+    def clamp(self, limit: float, memory_pages: int | None = None) -> int:
+        """Return the limit within the bounds; the least is kept whatever the memory says."""
+        highest = self.most if memory_pages is None else min(self.most, memory_pages)
+        return max(self.least, min(int(limit), highest))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is seen at one tick. Answers, their time and tokens count from the start, troubles from the last tick."""
+
+    now: float
+    in_flight: int = 0
+    ready: int = 0  # prepared pages that wait for a place
+    full_share: float = 1.0  # of the time since the last tick in which every place was taken
+    done: int = 0
+    latency_sum_s: float = 0.0
+    first_latency_s: float | None = None  # of the pages sent before the first answer, once nine in ten are answered
+    tokens: int = 0
+    refused: int = 0  # 429 and 503
+    timeouts: int = 0
+    failed: int = 0  # other 5xx, broken connections
+    gauges: Gauges = field(default_factory=Gauges)
+    memory_available: int | None = None  # bytes that pages may still take
+    bytes_a_page: float | None = None
+    preparing: int = 0  # pages in the hands of the threads that prepare, or waiting for one
+    threads: int = 1
+
+    @property
+    def memory_pages(self) -> int | None:
+        """How many pages in flight the host's memory has room for."""
+        if self.memory_available is None:
+            return None
+        return self.in_flight + int(self.memory_available // max(1.0, self.bytes_a_page or UNMEASURED_PAGE_BYTES))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window is what bounds us: every place was taken for at least half of the time."""
+        return self.full_share >= 0.5
+
+    @property
+    def queue_is_empty(self) -> bool:
+        """Whether the gauges say that what we sent is running."""
+        running = self.gauges.running
+        return self.gauges.waiting == 0 and running is not None and running >= 0.85 * self.in_flight
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """What the rules remember. `phase`: start (the first pages are out), ramp (growing fast), steady, probe."""
+
+    limit: int
+    phase: str = "start"
+    now: float | None = None
+    # answers
+    done: int = 0
+    answers: int = 0  # at this tick
+    answered_at: float = 0.0
+    latency_sum_s: float = 0.0
+    latency_s: float = 0.0  # of the last pages, some sixteen
+    base_latency_s: float = 0.0  # when the ramp began
+    first_latency_s: float = 0.0  # of the first pages: the engine without a crowd
+    preemptions: float | None = None
+    # opening and ramp: the last step
+    started: float | None = None
+    stepped_at: float = 0.0
+    stepped_done: int = 0
+    stepped_tokens: float = 0.0
+    token_rate: float = 0.0
+    step: float = 1.0
+    # cuts
+    quiet_until: float = 0.0
+    refused_at: int | None = None  # pages were refused above it: the ramp ends there
+    # the engine's queue
+    queued_since: float | None = None
+    dry_since: float | None = None  # nothing waits
+    empty_since: float | None = None  # nothing waits, and what we sent is running
+    queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
+    # the round under way, and the throughput of one that ended at this tick
+    round_at: float = 0.0
+    round_done: int = 0
+    round_size: int = 0
+    round_full_s: float = 0.0
+    settling: bool = True  # it still answers pages sent under another limit
+    rate: float | None = None
+    # steady and probe
+    settled: int = 0
+    fresh: bool = True  # reached by growing, so that the knee may lie a little above
+    overshot: bool = False  # fewer may be enough: a ramp was braked here, or a climb has ended
+    climbed: bool = False  # a probe was confirmed since the last that failed
+    baseline: float | None = None  # throughput at `settled`
+    probe_at: float = 0.0
+    probe_wait_s: float = PROBE_AFTER_S
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The new limit, the rule that set it, why, and what to remember."""
+
+    limit: int
+    rule: str
+    reason: str
+    state: WindowState
+
+
+class Rules:
+    """Decide the limit. The first rule that has something to say sets it and names itself.
+
+    Cuts, and what forbids growth:
+
+    1.  `fixed`: least = most, nothing to decide.
+    2.  `refused`: pages came back with 429 or 503, timed out, or more than a tenth of them with other 5xx: cut by the
+        share that did, at least a tenth, at most half; then no further cut for the time a page takes. The ramp back
+        ends where it happened.
+    3.  `preempted`: the engine threw running pages out of its KV cache: a tenth fewer than run.
+    4.  `memory`: down to what the host has room for.
+    5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
+    6.  `drain`: more in flight than the limit: hold.
+    7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
+    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once in the time that a page takes.
+    9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
+        97 % full): down to a queue of half of that.
+    10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
+        full, and no throughput need be measured.
+
+    Growth, in a full window:
+
+    11. `opening`: until nine tenths of the pages sent before the first answer are answered: one more for each answer.
+        Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
+        4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
+        doubling must have made a quarter more a second than the one before.
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes; as many again at once
+        where the gauges say that what we sent is running, half the time a page takes after the last step, and after
+        answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
+        When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
+    13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
+        throughput (half of it, at least 10 %, where a page already takes six times as long as the first ones); then
+        go on from there, by a ramp where a fifth more brought three fifths of that. Fewer must not cost 5 %. Else go
+        back; where that place was reached by growing, a little above it, as far as the verdict can't see.
+    14. `probe`: throughput at this limit is known: try 1/16 to 1/2 more. At once while that helps; after a failure in
+        15 s, 30 s … 240 s; at once when throughput rose by a tenth by itself. After a brake first try 1.5 times what
+        throughput needs at the latency of the ramp's beginning, if that is much less.
+    15. `hold`: none of these.
+
+    Throughput is that of a round: as many answers as there were pages in flight, at least 96 or those of 90 s. The
+    first round after a change answers what was sent before it and is left out, as are rounds in which the window was
+    not full. Without gauges, then, each generation of pages triples the window: 120 s a page and 512 slots take 8 min.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._rules = (
+            *(self._fixed, self._refused, self._preempted, self._memory, self._silent, self._drain, self._starved),
+            *(self._late, self._trim, self._queue, self._opening, self._ramp, self._verdict, self._probe, self._stay),
+        )
+
+    def start(self) -> WindowState:
+        """Return the state before the first observation."""
+        return WindowState(limit=self.bounds.clamp(self.bounds.initial))
+
+    def decide(self, state: WindowState, seen: Observation) -> Decision:
+        """Return what the first rule says that has something to say."""
+        state = _with_round(_with_gauges(_with_answers(state, seen), seen), seen)
+        return next(decision for rule in self._rules if (decision := rule(state, seen)))
+
+    def _to(self, state: WindowState, seen: Observation, limit: float, rule: str, reason: str) -> Decision:
+        """Return a decision for a limit, within all bounds; a limit that changes begins a new round."""
+        new = self.bounds.clamp(limit, seen.memory_pages)
+        if new != state.limit:
+            state = replace(_new_round(state, seen), limit=new)
+        return Decision(new, rule, reason, replace(state, preemptions=seen.gauges.preemptions))
+
+    def _hold(self, state: WindowState, seen: Observation, rule: str, reason: str) -> Decision:
+        """Stay, and begin the round anew: what happens now is no evidence."""
+        return self._to(_new_round(state, seen), seen, state.limit, rule, reason)
+
+    def _settle(self, state: WindowState, limit: float, probe_at: float, step: float = 0.25) -> WindowState:
+        """Return the state of a window that has found its place, until the next probe."""
+        state = replace(state, phase="steady", settled=self.bounds.clamp(limit), baseline=None, probe_at=probe_at)
+        return replace(state, fresh=True, overshot=False, step=step)
+
+    # --- cuts, and what forbids growth ---
+
+    def _fixed(self, state: WindowState, seen: Observation) -> Decision | None:
+        if self.bounds.least < self.bounds.most:
+            return None
+        return self._to(state, seen, state.limit, "fixed", "so many were asked for")
+
+    def _refused(self, state: WindowState, seen: Observation) -> Decision | None:
+        bad = seen.refused + seen.timeouts + (seen.failed if seen.failed > max(2, seen.in_flight / 10) else 0)
+        if not bad:
+            return None
+        reason = f"{seen.refused} refused, {seen.timeouts} timed out, {seen.failed} failed"
+        if seen.now < state.quiet_until:
+            return self._hold(state, seen, "refused", f"{reason}; the last cut has yet to take effect")
+        there = min(state.limit, max(1, seen.in_flight))
+        few = bad <= there / 10
+        goes_on = state.refused_at is not None and seen.now < state.quiet_until + 2 * _pause_s(state)
+        state = replace(
+            state,
+            phase="start" if state.phase == "start" else "ramp",
+            refused_at=there - bad if few else state.refused_at if goes_on else max(1, int(0.95 * there)),
+            quiet_until=seen.now + _pause_s(state),
+            queue_seen=False,
+            step=1.0,
+            probe_wait_s=min(PROBE_WAIT_S, 2 * state.probe_wait_s),
+        )
+        limit = there * (1 - min(0.5, max(0.1, bad / there)))
+        return self._to(state, seen, min(state.limit, limit), "refused", reason)
+
+    def _preempted(self, state: WindowState, seen: Observation) -> Decision | None:
+        before, now = state.preemptions, seen.gauges.preemptions
+        if before is None or now is None or now <= before:
+            return None
+        if seen.now < state.quiet_until:
+            return self._hold(state, seen, "preempted", "again; the last cut has yet to take effect")
+        limit = min(state.limit, 0.9 * (seen.gauges.running or seen.in_flight))
+        state = self._settle(replace(state, quiet_until=seen.now + _pause_s(state)), limit, seen.now + 60)
+        return self._to(state, seen, limit, "preempted", "the KV cache is too small for so many pages")
+
+    def _memory(self, state: WindowState, seen: Observation) -> Decision | None:
+        room = seen.memory_pages
+        if room is None or state.limit <= max(self.bounds.least, room):
+            return None
+        if state.phase != "start":
+            state = self._settle(state, room, seen.now + PROBE_AFTER_S)
+        return self._to(state, seen, room, "memory", f"this host has room for {room} pages")
+
+    def _silent(self, state: WindowState, seen: Observation) -> Decision | None:
+        silence_s = seen.now - state.answered_at
+        if not seen.done or silence_s <= max(5.0, 4 * state.latency_s):
+            return None
+        return self._hold(state, seen, "silent", f"no answer for {silence_s:.0f} s")
+
+    def _drain(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.in_flight <= state.limit:
+            return None
+        return self._hold(state, seen, "drain", f"{seen.in_flight} in flight, {state.limit} wanted")
+
+    def _starved(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.is_full:
+            return None
+        return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
+
+    def _late(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.latency_s <= self.bounds.longest_wait_s or seen.now < state.quiet_until:
+            return None
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / state.latency_s
+        quiet_until = seen.now + state.latency_s
+        state = self._settle(replace(state, quiet_until=quiet_until), limit, quiet_until)
+        return self._to(state, seen, limit, "late", f"a page takes {state.latency_s:.0f} s")
+
+    def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
+            return None
+        most = 2.0 if (seen.gauges.kv_usage or 0) >= 0.97 else max(4.0, (seen.gauges.running or 0) / 8)
+        waiting = seen.gauges.waiting or 0
+        if waiting <= most:
+            return None
+        limit = state.limit - int(waiting - most / 2)
+        state = replace(self._settle(state, limit, seen.now + PROBE_AFTER_S, step=1 / 32), queue_seen=True)
+        return self._to(state, seen, limit, "trim", f"{waiting:.0f} pages wait in the engine")
+
+    def _queue(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None:
+            return None
+        if seen.now - state.queued_since >= max(2.0, state.latency_s):
+            settled = self._settle(state, state.limit, seen.now + PROBE_AFTER_S, step=1 / 32)
+            state = replace(settled, queue_seen=True, refused_at=None)
+        return self._to(state, seen, state.limit, "queue", f"{seen.gauges.waiting or 0:.0f} pages wait in the engine")
+
+    # --- growth ---
+
+    def _opening(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "start":
+            return None
+        age_s, since_s = seen.now - (state.started or seen.now), seen.now - state.stepped_at
+        if seen.now < state.quiet_until:
+            return self._to(state, seen, state.limit, "opening", "after a cut")
+        if not seen.queue_is_empty or age_s < 1 or since_s < age_s / 2:
+            more = min(state.limit, state.answers)
+            return self._to(state, seen, state.limit + more, "opening", "the first pages are out")
+        rate = ((seen.gauges.made_tokens or 0.0) - state.stepped_tokens) / since_s
+        if rate and rate < 1.25 * state.token_rate:
+            return self._to(state, seen, state.limit, "opening", "more pages don't make more tokens")
+        state = replace(_stepped(state, seen), token_rate=rate)
+        return self._to(state, seen, 2 * state.limit, "opening", "what we sent is running")
+
+    def _ramp(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.now < state.quiet_until:
+            return self._to(state, seen, state.limit, "hold", "after a cut")
+        ran_empty = state.empty_since is not None and seen.now - state.empty_since >= 2
+        if state.phase == "steady" and state.queue_seen and ran_empty:
+            state = replace(state, phase="ramp", base_latency_s=max(state.latency_s, state.first_latency_s))
+        if state.phase != "ramp":
+            return None
+        if state.refused_at is not None and state.limit >= state.refused_at:
+            state = self._settle(state, state.limit, seen.now + state.probe_wait_s, step=1 / 16)
+            return self._to(replace(state, refused_at=None), seen, state.limit, "brake", "more were refused")
+        if state.refused_at is None and state.latency_s > 1.5 * state.base_latency_s:
+            reason = f"a page takes {state.latency_s:.1f} s; {state.base_latency_s:.1f} s when the ramp began"
+            state = replace(self._settle(state, state.limit, seen.now, step=0.5), overshot=True, queue_seen=False)
+            return self._to(state, seen, state.limit, "brake", reason)
+        most = state.refused_at or self.bounds.most
+        running = seen.queue_is_empty and seen.done - state.stepped_done >= state.limit / 8
+        if running and seen.now - state.stepped_at >= max(1.0, state.latency_s / 2):
+            more = max(1, int(state.step * state.limit))
+            state = replace(_stepped(state, seen), step=min(1.0, 2 * state.step))
+            return self._to(state, seen, min(most, state.limit + more), "ramp", "what we sent is running")
+        more = 0 if state.queue_seen else min(state.limit, 2 * state.answers)
+        return self._to(state, seen, min(most, state.limit + more), "ramp", f"{state.answers} answers")
+
+    def _verdict(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "probe" or state.rate is None or state.baseline is None:
+            return None
+        more, gain = state.limit / state.settled - 1, state.rate / state.baseline - 1
+        reason = f"{100 * more:+.0f} % in flight, {100 * gain:+.0f} % throughput"
+        needed = max(0.05, 0.1 * more) if more > 0 else -0.05
+        if more > 0 and state.latency_s > CROWDED * state.first_latency_s:
+            needed = max(0.1, 0.5 * more)
+        if gain < needed:
+            back = state.settled * (1 + max(0.05, 0.1 * more)) + 1 if more > 0 and state.fresh else state.settled
+            return self._to(self._after_failure(state, seen, back, more), seen, back, "revert", reason)
+        if more < 0:
+            state = replace(self._settle(state, state.limit, seen.now + PROBE_AFTER_S), fresh=False)
+        elif more < 0.2 or gain < 0.6 * more:
+            state = replace(self._settle(state, state.limit, seen.now, min(0.5, 2 * state.step)), baseline=state.rate)
+        else:
+            state = replace(state, phase="ramp", base_latency_s=state.latency_s, step=1.0)
+        state = replace(state, probe_wait_s=PROBE_AFTER_S, climbed=more > 0)
+        return self._to(state, seen, state.limit, "confirm", reason)
+
+    def _after_failure(self, state: WindowState, seen: Observation, back: float, more: float) -> WindowState:
+        if more < 0:
+            return replace(self._settle(state, back, seen.now, step=0.5), climbed=False)
+        wait_s = max(state.probe_wait_s, 4 * state.latency_s)
+        settled = self._settle(state, back, seen.now + wait_s, step=max(1 / 16, state.step / 2))
+        wait_s = min(PROBE_WAIT_S, 2 * state.probe_wait_s)
+        return replace(settled, fresh=False, probe_wait_s=wait_s, overshot=state.climbed, climbed=False)
+
+    def _probe(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "steady" or state.queue_seen:
+            return None
+        if state.rate is not None and state.baseline is not None and state.rate > 1.1 * state.baseline:
+            return self._to(
+                replace(state, baseline=None, probe_at=seen.now), seen, state.limit, "hold", "it got faster"
+            )
+        state = replace(state, baseline=state.rate or state.baseline)
+        if state.baseline is None or seen.now < state.probe_at:
+            return self._to(state, seen, state.limit, "hold", "until the next probe")
+        limit = self.bounds.clamp(max(state.limit + 1, state.limit * (1 + state.step)), seen.memory_pages)
+        at_the_top = limit <= state.limit
+        fewer = self.bounds.clamp(1 + 1.5 * state.baseline * state.first_latency_s)
+        if (state.overshot or (state.climbed and at_the_top)) and fewer < 0.6 * state.limit:
+            limit, question = fewer, "are fewer enough?"
+        elif at_the_top:
+            return None
+        else:
+            question = "is there more to be had?"
+        return self._to(replace(state, phase="probe", overshot=False), seen, limit, "probe", question)
+
+    def _stay(self, state: WindowState, seen: Observation) -> Decision:
+        return self._to(state, seen, state.limit, "hold", "as it was")
+
+
+# --- what is remembered ---
+
+
+def _with_answers(state: WindowState, seen: Observation) -> WindowState:
+    answers = seen.done - state.done
+    if state.started is None and (seen.in_flight or seen.done):
+        state = replace(state, started=seen.now, stepped_at=seen.now)
+    if answers > 0:
+        mean_s = (seen.latency_sum_s - state.latency_sum_s) / answers
+        weight = answers / (answers + 16) if state.latency_s else 1.0
+        latency_s = state.latency_s + weight * (mean_s - state.latency_s)
+        state = replace(state, latency_s=latency_s, answered_at=seen.now)
+    if state.phase == "start" and seen.first_latency_s:
+        state = replace(state, phase="ramp", base_latency_s=seen.first_latency_s)
+    if not state.first_latency_s and seen.first_latency_s:
+        state = replace(state, first_latency_s=seen.first_latency_s)
+    return replace(state, done=seen.done, latency_sum_s=seen.latency_sum_s, answers=max(0, answers))
+
+
+def _with_gauges(state: WindowState, seen: Observation) -> WindowState:
+    waiting = seen.gauges.waiting
+    dry_since = (seen.now if state.dry_since is None else state.dry_since) if waiting == 0 else None
+    dry_for_s = seen.now - dry_since if dry_since is not None else 0.0
+    forgotten = waiting is None or dry_for_s > max(PROBE_AFTER_S, 2 * state.latency_s)
+    return replace(
+        state,
+        queued_since=(state.queued_since or seen.now) if waiting else None,
+        dry_since=dry_since,
+        empty_since=(state.empty_since or seen.now) if seen.queue_is_empty else None,
+        queue_seen=state.queue_seen and not forgotten,
+    )
+
+
+def _with_round(state: WindowState, seen: Observation) -> WindowState:
+    """Go on with the round, or end it: its throughput is kept for this tick if it says something."""
+    passed_s = seen.now - (seen.now if state.now is None else state.now)
+    state = replace(state, now=seen.now, rate=None, round_full_s=state.round_full_s + passed_s * seen.full_share)
+    took_s, answers = seen.now - state.round_at, seen.done - state.round_done
+    if not state.round_size or took_s <= 0:
+        return _new_round(state, seen)
+    if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
+        return state
+    says_something = not state.settling and state.round_full_s >= 0.8 * took_s
+    return replace(_new_round(state, seen), settling=False, rate=answers / took_s if says_something else None)
+
+
+def _new_round(state: WindowState, seen: Observation) -> WindowState:
+    size = max(1, seen.in_flight)
+    return replace(
+        state, round_at=seen.now, round_done=seen.done, round_size=size, round_full_s=0.0, settling=True, rate=None
+    )
+
+
+def _stepped(state: WindowState, seen: Observation) -> WindowState:
+    return replace(state, stepped_at=seen.now, stepped_done=seen.done, stepped_tokens=seen.gauges.made_tokens or 0.0)
+
+
+def _pause_s(state: WindowState) -> float:
+    return min(30.0, max(1.0, state.latency_s))
+
+
+# --- what bounds us ---
+
+
+def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
+    """Say what keeps the run from being faster: `engine`, `preparation`, `source`, `memory` or `limit`.
+
+    A window with free places is short of pages: of prepared ones while the threads that prepare have their hands full,
+    else of rows. A full one waits for the engine where the engine has a queue, refuses, or answers no faster when it is
+    given more; else for memory, or for the window itself: its upper bound, or that it is still growing.
+    """
+    state = decision.state
+    if not seen.is_full and seen.in_flight <= state.limit:
+        return "preparation" if seen.preparing >= seen.threads else "source"
+    at_the_top = decision.limit >= bounds.most
+    slower = bool(state.first_latency_s) and state.latency_s > 1.5 * state.first_latency_s
+    if seen.gauges.waiting or decision.rule in {"refused", "preempted", "silent", "late"} or slower:
+        return "engine"
+    if seen.memory_pages is not None and decision.limit >= seen.memory_pages:
+        return "memory"
+    return "limit" if at_the_top or state.phase in {"start", "ramp"} else "engine"
+
+
+# --- the window ---
+
+
+class Gate:
+    """So many places and no more, given in the order of asking. Fewer places take none from those inside."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.taken = 0
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many stand in line."""
+        return sum(not ticket.done() for ticket in self._line)
+
+    def try_enter(self) -> bool:
+        """Take a place if there is one and nobody stands in line."""
+        if self.taken >= self.places or self.waiting:
+            return False
+        self.taken += 1
+        return True
+
+    async def enter(self) -> None:
+        """Take a place, in the order of asking."""
+        if self.try_enter():
+            return
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(ticket)
+        try:
+            await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():  # the place was given just before the cancellation
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.taken -= 1
+        self._admit()
+
+    def resize(self, places: int) -> None:
+        """Change the number of places; those who can come in now do."""
+        self.places = places
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._line and (self._line[0].done() or self.taken < self.places):
+            ticket = self._line.popleft()
+            if not ticket.done():
+                self.taken += 1
+                ticket.set_result(None)
+
+
+class Window:
+    """The pages in flight: `acquire` and `release` around each, `trouble` for each failed try, `observe` every tick.
+
+    `ahead` is a second gate, for the pages that are prepared or in flight: as many as the window plus `ahead`.
+    """
+
+    def __init__(self, bounds: Bounds, ahead: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rules = Rules(bounds)
+        self.seconds_bound: defaultdict[str, float] = defaultdict(float)  # what bounded the run, and for how long
+        self._state = self.rules.start()
+        self._gate = Gate(self._state.limit)
+        self._ahead = ahead
+        self.ahead = Gate(self._state.limit + ahead)
+        self._clock = clock
+        self._begun = self._looked_at = self._marked_at = clock()
+        self._full_s = 0.0
+        self._done = self._tokens = 0
+        self._latency_sum_s = 0.0
+        self._first = _FirstPages()
+        self._troubles: Counter[str] = Counter()
+
+    @property
+    def limit(self) -> int:
+        """How many pages may be in flight now."""
+        return self._gate.places
+
+    @property
+    def in_flight(self) -> int:
+        """How many are; more than the limit for a while after a cut."""
+        return self._gate.taken
+
+    async def acquire(self) -> float:
+        """Wait for a place, in the order of asking; return the time, for `release`."""
+        self._mark()
+        await self._gate.enter()
+        self._mark()
+        return self._clock()
+
+    def try_acquire(self) -> float | None:
+        """Take a place at once, or return None."""
+        self._mark()
+        return self._clock() if self._gate.try_enter() else None
+
+    def release(self, since: float, answered: bool = True, tokens: int = 0) -> None:
+        """Give the place back that was got at `since`; `answered`: whether the engine worked for it."""
+        self._mark()
+        latency_s = self._clock() - since
+        if answered:
+            self._first.note_answer(since + latency_s, self._gate.taken)
+            self._done += 1
+            self._tokens += tokens
+            self._latency_sum_s += latency_s
+        self._first.note_end(since, latency_s)
+        self._gate.leave()
+
+    def trouble(self, kind: str) -> None:
+        """Count a try that failed: `refused` (429, 503), `timeout` or `failed` (other 5xx, broken connections)."""
+        self._troubles[kind] += 1
+
+    def observe(
+        self,
+        gauges: Gauges | None = None,
+        memory_available: int | None = None,
+        bytes_a_page: float | None = None,
+        preparing: int = 0,
+        threads: int = 1,
+    ) -> dict[str, Any]:
+        """Look, decide, and return the decision as telemetry for JSON."""
+        self._mark()
+        now = self._clock()
+        passed_s = now - self._looked_at
+        seen = Observation(
+            now=now,
+            in_flight=self._gate.taken,
+            ready=self._gate.waiting,
+            full_share=min(1.0, self._full_s / passed_s) if passed_s > 0 else 1.0,
+            done=self._done,
+            latency_sum_s=self._latency_sum_s,
+            first_latency_s=self._first.latency_s,
+            tokens=self._tokens,
+            refused=self._troubles["refused"],
+            timeouts=self._troubles["timeout"],
+            failed=self._troubles["failed"],
+            gauges=gauges or Gauges(),
+            memory_available=memory_available,
+            bytes_a_page=bytes_a_page,
+            preparing=preparing,
+            threads=threads,
+        )
+        decision = self.rules.decide(self._state, seen)
+        bound = bounded_by(decision, seen, self.rules.bounds)
+        self.seconds_bound[bound] += passed_s
+        self._state, self._looked_at, self._full_s = decision.state, now, 0.0
+        self._troubles.clear()
+        self._gate.resize(decision.limit)
+        self.ahead.resize(decision.limit + self._ahead)
+        return telemetry(decision, seen, bound, now - self._begun)
+
+    def _mark(self) -> None:
+        """Add the time since the last change to that in which every place was taken."""
+        now = self._clock()
+        self._full_s += (now - self._marked_at) * (self._gate.taken >= self._gate.places)
+        self._marked_at = now
+
+
+class _FirstPages:
+    """The pages sent before the first answer: how long they took says how fast the engine is without a crowd."""
+
+    def __init__(self) -> None:
+        self._answer_at: float | None = None
+        self._sent = self._ended = 0
+        self._latency_sum_s = 0.0
+
+    def note_answer(self, now: float, in_flight: int) -> None:
+        if self._answer_at is None:
+            self._answer_at, self._sent = now, in_flight
+
+    def note_end(self, since: float, latency_s: float) -> None:
+        if self._answer_at is not None and since < self._answer_at:
+            self._ended += 1
+            self._latency_sum_s += latency_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """Their mean latency; None before nine in ten have ended."""
+        return self._latency_sum_s / self._ended if self._ended and self._ended >= 0.9 * self._sent else None
+
+
+def fixed_window(places: int, ahead: int = 0) -> Window:
+    """Return a window that stays as it is."""
+    return Window(Bounds(least=places, most=places, initial=places), ahead)
+
+
+def telemetry(decision: Decision, seen: Observation, bound: str, age_s: float) -> dict[str, Any]:
+    """Return a decision, what was seen, and what bounds the run, as one JSON line of the telemetry file."""
+    return {
+        "at_s": round(age_s, 2),
+        "limit": decision.limit,
+        "rule": decision.rule,
+        "reason": decision.reason,
+        "bounded_by": bound,
+        "phase": decision.state.phase,
+        "in_flight": seen.in_flight,
+        "ready": seen.ready,
+        "preparing": seen.preparing,
+        "full_share": round(seen.full_share, 3),
+        "done": seen.done,
+        "tokens": seen.tokens,
+        "latency_s": round(decision.state.latency_s, 3),
+        "refused": seen.refused,
+        "timeouts": seen.timeouts,
+        "failed": seen.failed,
+        "running": seen.gauges.running,
+        "waiting": seen.gauges.waiting,
+        "kv_usage": seen.gauges.kv_usage,
+        "preemptions": seen.gauges.preemptions,
+        "memory_pages": seen.memory_pages,
+    }
+
+
 # ---- flow ------------------------------------------------------------------------------------------------------------
 # The flow of a run: rows → pages → an engine → blocks, with everything bounded.
 #
@@ -1638,34 +2639,44 @@ class Engine(Protocol[RequestT]):
 
 @dataclass(frozen=True)
 class Job:
-    """What a run has to do: from where, with what limits, to where."""
+    """What a run has to do: from where, with what limits, to where.
+
+    `todo` has the numbers of the blocks to write. One that is there already is written anew: its failed rows are asked
+    about again, the others stay as they are.
+    """
 
     source: Source
     plan: BlockPlan
-    folder: BlockFolder
+    blocks: Blocks
+    todo: Sequence[int]
     limits: PageLimits
     output_column: str
     settings: Mapping[str, Any]
     info: Mapping[str, Any]
-    concurrency: int
+    results_only: bool = False
 
-    def todo(self) -> list[int]:
-        """Return the numbers of the blocks that are not there yet."""
-        closed = self.folder.closed()
-        return [number for number in range(len(self.plan)) if number not in closed]
+    def schema(self) -> pa.Schema:
+        """Return the schema of a block."""
+        without = self.source.image_column if self.results_only else None
+        return output_schema(self.source.rows.schema, self.output_column, self.settings, without=without)
 
 
 @dataclass
 class OpenBlock:
-    """A block whose pages are under way."""
+    """A block whose pages are under way: `results` has one place a row, `missing` counts those still empty."""
 
     number: int
+    addresses: Sequence[int]
     rows: pa.Table
-    results: list[PageResult | None] = field(default_factory=list)
+    results: list[PageResult | None]
+    kept_info: list[str | None]
+    missing: int
 
-    def is_complete(self) -> bool:
-        """Whether every row has its result."""
-        return all(result is not None for result in self.results)
+    def put(self, index: int, result: PageResult) -> bool:
+        """Put the result of a row in its place; return whether it was the last one."""
+        self.results[index] = result
+        self.missing -= 1
+        return self.missing == 0
 
 
 def count_cores() -> int:
@@ -1673,13 +2684,13 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-async def run_job(job: Job, engine: Engine[RequestT], tally: Tally) -> None:
-    """Ask about every page of every block that is not there yet; return when all blocks are written.
+async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Window) -> None:
+    """Ask about every page of the job's blocks, as many at once as the window has places; return when all are written.
 
     Raises the first `JobError` of the engine, the source or the disk; blocks that were closed stay.
     """
     with ThreadPoolExecutor(count_cores(), thread_name_prefix="prepare") as pool:
-        run = _Run(job, engine, tally, pool)
+        run = _Run(job, engine, tally, window, pool)
         try:
             await run.to_the_end()
         except* JobError as group:
@@ -1699,17 +2710,16 @@ def _first(group: BaseExceptionGroup[JobError]) -> JobError:
 class _Run(Generic[RequestT]):
     """One run of a job: the tasks and what bounds them."""
 
-    def __init__(self, job: Job, engine: Engine[RequestT], tally: Tally, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, pool: ThreadPoolExecutor
+    ) -> None:
         self._job = job
         self._engine = engine
         self._tally = tally
         self._pool = pool
-        self._schema = output_schema(job.source.rows.schema, job.output_column, job.settings)
-        # A page holds its prepared form until it is sent: beside those in flight, two a core are ready or nearly so.
-        self._rows_ahead = asyncio.Semaphore(job.concurrency + 2 * count_cores())
-        self._in_flight = asyncio.Semaphore(job.concurrency)
-        # A slow page keeps its block open: three more than the pages in flight can span may be open beside it.
-        self._most_open = 3 + -(-job.concurrency // job.plan.block_rows)
+        self._schema = job.schema()
+        self._closed = job.blocks.closed()
+        self._window = window
         self._open: dict[int, int] = {}  # block → bytes
         self._closed_one = asyncio.Event()
 
@@ -1718,48 +2728,81 @@ class _Run(Generic[RequestT]):
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._engine.watch())
             async with asyncio.TaskGroup() as pages:
-                for number in self._job.todo():
+                for number in self._job.todo:
                     await self._room_for_a_block()
                     await self._open_block(number, pages)
             watch.cancel()
 
     async def _room_for_a_block(self) -> None:
-        while len(self._open) >= self._most_open or (self._open and sum(self._open.values()) > OPEN_BLOCK_BYTES):
+        # A slow page keeps its block open: three more than the pages in flight can span may be open beside it.
+        block_rows = self._job.plan.block_rows
+        while len(self._open) >= 3 + -(-self._window.limit // block_rows) or (
+            self._open and sum(self._open.values()) > OPEN_BLOCK_BYTES
+        ):
             self._closed_one.clear()
             await self._closed_one.wait()
 
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
-        positions = self._job.plan.positions(number)
-        rows = await asyncio.to_thread(self._job.source.read, positions)
-        block = OpenBlock(number, rows, [None] * rows.num_rows)
-        self._open[number] = rows.nbytes
-        for index in range(rows.num_rows):
-            await self._rows_ahead.acquire()
-            pages.create_task(self._page(block, index, int(self._job.source.order[positions[index]])))
+        block = await asyncio.to_thread(self._read, number)
+        self._open[number] = block.rows.nbytes
+        for index, result in enumerate(block.results):
+            if result is None:
+                await self._window.ahead.enter()
+                pages.create_task(self._page(block, index))
+        if not block.missing:
+            await self._close(block)
 
-    async def _page(self, block: OpenBlock, index: int, row: int) -> None:
+    def _read(self, number: int) -> OpenBlock:
+        job = self._job
+        positions = job.plan.positions(number)
+        rows = job.source.read(positions)
+        kept: Sequence[KeptRow | None] = [None] * rows.num_rows
+        if number in self._closed:
+            kept = kept_rows(job.blocks, number, job.output_column)
+        return OpenBlock(
+            number,
+            job.source.order[positions.start : positions.stop],
+            rows,
+            results=[row.result if row else None for row in kept],
+            kept_info=[row.info if row else None for row in kept],
+            missing=sum(row is None for row in kept),
+        )
+
+    async def _page(self, block: OpenBlock, index: int) -> None:
         async def prepare() -> RequestT | Refusal:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, block, index, row)
+            self._tally.preparing += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, block, index)
+            finally:
+                self._tally.preparing -= 1
 
         try:
             request = await prepare()
             if isinstance(request, Refusal):
                 result = refused(request.status, request.reason)
             else:
-                async with self._in_flight:
-                    with self._tally.asking():
-                        result = await self._engine.ask(request, prepare)
+                result = await self._ask(request, prepare)
         finally:
-            self._rows_ahead.release()
-        block.results[index] = result
+            self._window.ahead.leave()
         self._tally.count(result)
-        if block.is_complete():
+        if block.put(index, result):
             await self._close(block)
 
-    def _prepare(self, block: OpenBlock, index: int, row: int) -> RequestT | Refusal:
+    async def _ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
+        since = await self._window.acquire()
+        result = None
+        try:
+            with self._tally.asking():
+                result = await self._engine.ask(request, again)
+            return result
+        finally:
+            answered = result is not None and result.status != "error"
+            self._window.release(since, answered, (result.tokens if result else None) or 0)
+
+    def _prepare(self, block: OpenBlock, index: int) -> RequestT | Refusal:
         cell = block.rows[self._job.source.image_column][index].as_py()
         page = make_page(cell, self._job.limits)
-        return page if isinstance(page, Refusal) else self._engine.encode(page, row)
+        return page if isinstance(page, Refusal) else self._engine.encode(page, int(block.addresses[index]))
 
     async def _close(self, block: OpenBlock) -> None:
         await asyncio.to_thread(self._write, block)
@@ -1770,86 +2813,251 @@ class _Run(Generic[RequestT]):
     def _write(self, block: OpenBlock) -> None:
         job = self._job
         results: Sequence[PageResult] = [result for result in block.results if result is not None]
-        table = block_table(block.rows, results, self._schema, job.output_column, job.info)
+        table = block_table(
+            block.rows,
+            results,
+            self._schema,
+            job.output_column,
+            job.info,
+            addresses=block.addresses,
+            kept_info=block.kept_info,
+        )
         try:
-            job.folder.write(block.number, table)
+            job.blocks.write(block.number, table)
         except OSError as error:
             raise JobError(
-                f"writing {job.folder.path(block.number)}: {error}; free some space and run again"
+                f"writing {job.blocks.where(block.number)}: {error}; free some space and run again"
             ) from error
 
 
-# ---- interrupt -------------------------------------------------------------------------------------------------------
-# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+# ---- hub_blocks ------------------------------------------------------------------------------------------------------
+# Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+#
+# A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
+# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
+# folder, so that the disk holds what is under way and no more.
 
 
-ResultT = TypeVar("ResultT")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MOST_STAGED = 64  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_IN_A_COMMIT = 200
+LONGEST_HUB_PAUSE_S = 60.0
 
 
-class Interrupted(BaseException):
-    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
+@dataclass
+class _Staged:
+    """Blocks on their way to the Hub: `uploaded` ones wait for the next commit."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-        self.exit_code = 128 + number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}"
+    uploaded: list[Any] = field(default_factory=list)
+    last_commit: float = field(default_factory=time.monotonic)
 
 
-class Interrupts:
-    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
+class HubBlocks:
+    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`."""
 
-    `last_will` runs before such an end: it must be quick and must not raise.
-    """
+    def __init__(
+        self,
+        repo_id: str,
+        split: str,
+        staging: Path,
+        *,
+        private: bool,
+        shard: Shard = WHOLE,
+        commit_every_s: float = 600.0,
+        retry_for_s: float = 1800.0,
+    ) -> None:
+        self.repo_id = repo_id
+        self.split = split
+        self.commits = 0
+        self._local = BlockFolder(staging, split, shard)
+        self._private = private
+        self._commit_every_s = commit_every_s
+        self._retry_for_s = retry_for_s
+        self._there: set[int] | None = None
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_STAGED)
+        self._staged = _Staged()
+        self._failure: PublishError | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self.last_will: Callable[[], None] | None = None
-        self._cancel: Callable[[], object] | None = None
+    # What is there
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals within."""
-        # a hangup that `nohup` has us ignore stays ignored
-        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._on_signal) for number in ours}
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
+        if self._there is None:
+            self._there = self._listed()
+        return self._there | self._local.closed()
+
+    def _listed(self) -> set[int]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
         try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            entries = list(HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"))
+        except (RepositoryNotFoundError, EntryNotFoundError):
+            return set()
+        numbers = (block_number(self.split, entry.path.removeprefix("data/")) for entry in entries)
+        return {number for number in numbers if number is not None}
 
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return f"{self.repo_id}: {block_name(self.split, number)}"
 
-        async def cancellable() -> ResultT:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None
-            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block; from the Hub only their bytes are fetched."""
+        import pyarrow.parquet as pq
+
+        if number in self._local.closed():
+            return self._local.read(number, columns)
+        with self._open(number) as file:
+            return pq.read_table(file, columns=columns)
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        import pyarrow.parquet as pq
+
+        number = min(self._local.closed() or self.closed())
+        if number in self._local.closed():
+            return self._local.stored_settings()
+        with self._open(number) as file:
+            metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+        return metadata.get(SETTINGS_KEY)
+
+    def _open(self, number: int) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem().open(
+            f"datasets/{self.repo_id}/{block_name(self.split, number)}", "rb", block_size=256 * 1024
+        )
+
+    # What is written
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, here and, in one commit, on the Hub."""
+        from huggingface_hub import CommitOperationDelete, HfApi
+
+        self._local.remove_all()
+        there = self._listed()
+        if there:
+            deletions = [CommitOperationDelete(block_name(self.split, number)) for number in sorted(there)]
+            HfApi().create_commit(
+                self.repo_id, deletions, repo_type="dataset", commit_message=f"Start split {self.split} anew"
+            )
+        self._there = set()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
+
+        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
+        """
+        with self._local.locked():
+            for number in sorted(self._local.closed()):  # closed by a run that could not publish them
+                self._waiting.put(number)
+            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
+            self._thread.start()
             try:
-                return await work
+                yield
             finally:
-                self._cancel = None
+                self.flush()
 
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write a block here and send it on its way; waits where too many are under way."""
+        while not self._room.acquire(timeout=1.0):
+            self._raise_failure()
+        self._local.write(number, table)
+        self._waiting.put(number)
+        self._raise_failure()
+
+    def flush(self) -> None:
+        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        self._waiting.put(None)
+        self._thread.join()
+        self._thread = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    # The thread that uploads
+
+    def _upload(self) -> None:
         try:
-            return asyncio.run(cancellable())
-        except asyncio.CancelledError:
-            if self.number is None:
-                raise
-            raise Interrupted(self.number) from None
+            self._create_repo()
+            while True:
+                wait_s = max(0.0, self._staged.last_commit + self._commit_every_s - time.monotonic())
+                with contextlib.suppress(queue.Empty):
+                    number = self._waiting.get(timeout=wait_s if self._staged.uploaded else None)
+                    if number is None:
+                        break
+                    self._send(number)
+                due = time.monotonic() >= self._staged.last_commit + self._commit_every_s
+                if self._staged.uploaded and (due or len(self._staged.uploaded) >= MOST_IN_A_COMMIT):
+                    self._commit()
+            self._commit()
+        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
+            self._failure = PublishError(
+                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
+            )
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.number is not None:
-            if self.last_will:
-                self.last_will()
-            os._exit(128 + number)
-        self.number = number
-        if self._cancel is None:
-            raise Interrupted(number)
-        self._cancel()
+    def _create_repo(self) -> None:
+        from huggingface_hub import HfApi
+
+        self._retried(
+            lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True)
+        )
+
+    def _send(self, number: int) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
+        self._retried(lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"))
+        self._staged.uploaded.append((number, addition))
+
+    def _commit(self) -> None:
+        from huggingface_hub import HfApi
+
+        uploaded, self._staged.uploaded = self._staged.uploaded, []
+        self._staged.last_commit = time.monotonic()
+        if not uploaded:
+            return
+        additions = [addition for _, addition in uploaded]
+        message = f"{len(additions)} blocks of split {self.split}"
+        self._retried(
+            lambda: HfApi().create_commit(self.repo_id, additions, repo_type="dataset", commit_message=message)
+        )
+        self.commits += 1
+        for number, _ in uploaded:
+            assert self._there is not None
+            self._there.add(number)
+            self._local.path(number).unlink()
+            self._room.release()
+
+    def _retried(self, action: Any) -> None:
+        """Do what the Hub may refuse for a while: quotas, races of several writers, its own troubles."""
+        give_up_at = time.monotonic() + self._retry_for_s
+        pause_s = 1.0
+        while True:
+            try:
+                action()
+            except network_errors() as error:
+                response = getattr(error, "response", None)
+                status = getattr(response, "status_code", None)
+                permanent = status is not None and status < 500 and status not in {408, 409, 412, 429}
+                if permanent or time.monotonic() >= give_up_at:
+                    raise
+                wished = float(response.headers.get("retry-after") or 0) if response is not None else 0.0
+                wait_s = max(wished, pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+                say(f"the Hub refuses for now ({error}); trying again in {wait_s:.0f} s")
+                time.sleep(wait_s)
+                pause_s = min(LONGEST_HUB_PAUSE_S, 2 * pause_s)
+            else:
+                return
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -2195,6 +3403,15 @@ class CommonOptions:
         maximum=1.0,
     )
 
+    allow_bad_engine: bool = option(False, "engine", "go on with a vLLM version that is known to be bad for the model")
+    no_canary: bool = option(
+        False, "engine", "trust the engine without having it read a page of known text before the first real one"
+    )
+    canary_page: str | None = option(
+        None, "engine", "picture to use as that page, with --canary-text (default: we draw one)", metavar="FILE"
+    )
+    canary_text: str | None = option(None, "engine", "file with the text on --canary-page", metavar="FILE")
+
     max_failure_rate: float = option(
         0.05,
         "run",
@@ -2335,17 +3552,14 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         )
 
 
-def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Raise `UsageError` before any GPU time where the Hub output could not be published in the end."""
+def check_token(output: Output) -> None:
+    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
     if output.repo_id is None:
         return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub import HfApi
 
-    api = HfApi()
     try:
-        user = api.whoami()
+        user = HfApi().whoami()
     except network_errors() as error:
         raise UsageError(
             f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
@@ -2353,28 +3567,27 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+
+
+def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     try:
-        files = api.list_repo_files(output.repo_id, repo_type="dataset")
+        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
         return
     except network_errors() as error:
         raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
     blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks and not overwrite:
+    if blocks:
         with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
             stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
         check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
-
-
-def count_statuses(folder: BlockFolder, output_column: str) -> Counter[str]:
-    """Count the statuses of all rows in closed blocks."""
-    import pyarrow.parquet as pq
-
-    column = new_columns(output_column)[1]
-    counts: Counter[str] = Counter()
-    for number in sorted(folder.closed()):
-        counts.update(pq.read_table(folder.path(number), columns=[column])[column].to_pylist())
-    return counts
 
 
 def card_text(
@@ -2457,6 +3670,31 @@ def write_card(output: Output, **contents: Any) -> None:
     path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
 
 
+def publish_card(output: Output, **contents: Any) -> None:
+    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    api = HfApi()
+    try:
+        try:
+            path = hf_hub_download(output.repo_id, "README.md", repo_type="dataset")
+            earlier = Path(path).read_text(encoding="utf-8")
+        except EntryNotFoundError:
+            earlier = ""
+        text = card_text(earlier, **contents)
+        if text != earlier:
+            api.upload_file(
+                path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=output.repo_id, repo_type="dataset"
+            )
+    except network_errors() as error:
+        raise PublishError(
+            f"the blocks are in {output.repo_id}, but its card could not be written: {error}. "
+            "The same command with --finish writes it"
+        ) from error
+
+
 def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
     """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
     assert output.repo_id is not None
@@ -2482,7 +3720,30 @@ def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> st
 
 
 # ---- job -------------------------------------------------------------------------------------------------------------
-# A run, from options to exit code: what every script that makes text does around its engine.
+# A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run goes about its blocks: which are its own, and what becomes of them.
+
+    `streams`: blocks of a Hub output go there as they close, and are committed every `commit_every_s` seconds.
+    """
+
+    shard: Shard = WHOLE
+    streams: bool = False
+    commit_every_s: float = 600.0
+    results_only: bool = False
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What preflight found: the input, how it is cut into blocks, and where these lie."""
+
+    source: Source
+    plan: BlockPlan
+    blocks: Blocks
 
 
 @dataclass
@@ -2495,18 +3756,33 @@ class Run:
     profile: ModelProfile
     question: Question
     output: Output
+    way: Way = field(default_factory=Way)
     engine: str | None = None
-    source: Source | None = None
-    plan: BlockPlan | None = None
+    opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def folder(self) -> BlockFolder:
-        """The blocks of this run's split."""
-        assert self.plan is not None
-        return BlockFolder(self.output.folder, self.plan.split)
+    def at(self) -> Opened:
+        """What preflight opened."""
+        assert self.opened is not None, "preflight comes first"
+        return self.opened
+
+    def todo(self) -> list[int]:
+        """Return the numbers of the blocks to write: this run's that are missing; where asked, those with failures."""
+        closed = self.at.blocks.closed()
+        ours = [number for number in range(len(self.at.plan)) if self.way.shard.holds(number)]
+        return [
+            number for number in ours if number not in closed or (self.way.retry_failed and self._has_failures(number))
+        ]
+
+    def _has_failures(self, number: int) -> bool:
+        return bool(count_statuses(self.at.blocks, [number], self.options.output_column).keys() - SOUND)
+
+    def is_complete(self) -> bool:
+        """Whether every block is there, those of other shards too."""
+        return len(self.at.blocks.closed()) >= len(self.at.plan)
 
     def command(self) -> str:
         """Return the command line, as people type it."""
@@ -2551,7 +3827,7 @@ def _refuse_secrets(options: CommonOptions) -> None:
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
     options = run.options
-    run.source = open_source(
+    source = open_source(
         options.input,
         config=options.config,
         split=options.split,
@@ -2561,26 +3837,45 @@ def preflight(run: Run) -> None:
         shuffle=options.shuffle,
         seed=options.seed,
     )
-    run.plan = BlockPlan(run.source.split, len(run.source.order), options.block_rows)
-    check_columns(run.source.rows.schema, options.output_column)
+    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    check_columns(source.rows.schema, options.output_column)
+    check_token(run.output)
+    run.opened = Opened(source, plan, _blocks_of(run, source))
     settings = run_settings(run)
-    if run.folder.closed() and not options.overwrite:
-        check_settings_are_ours(str(run.output.folder), run.folder.stored_settings(), settings)
-    check_hub(run.output, run.plan.split, settings, overwrite=options.overwrite)
-    say(f"{options.input}: {run.plan.num_rows} rows of split {run.plan.split!r} → {run.output}")
+    if not options.overwrite:
+        if run.at.blocks.closed():
+            check_settings_are_ours(str(run.output), run.at.blocks.stored_settings(), settings)
+        check_published(run.output, plan.split, settings)
+    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+
+
+def _blocks_of(run: Run, source: Source) -> Blocks:
+    if run.output.repo_id and run.way.streams:
+        return HubBlocks(
+            run.output.repo_id,
+            source.split,
+            run.output.folder,
+            private=is_private(run, source),
+            shard=run.way.shard,
+            commit_every_s=run.way.commit_every_s,
+        )
+    return BlockFolder(run.output.folder, source.split, run.way.shard)
+
+
+def is_private(run: Run, source: Source) -> bool:
+    """Whether a new Hub dataset is to be private: as the input, unless the user says otherwise."""
+    return run.options.private or (source.is_private and not run.options.public)
 
 
 def run_settings(run: Run) -> dict[str, Any]:
     """Return all that decides what the blocks hold: a resumed run must have the same."""
-    assert run.source is not None
-    assert run.plan is not None
-    options, question = run.options, run.question
+    options, question, source, plan = run.options, run.question, run.at.source, run.at.plan
     return {
-        "input": run.source.fingerprint,
+        "input": source.fingerprint,
         "config": options.config,
-        "split": run.plan.split,
-        "image_column": run.source.image_column,
-        "rows": run.plan.num_rows,
+        "split": plan.split,
+        "image_column": source.image_column,
+        "rows": plan.num_rows,
         "shuffle_seed": options.seed if options.shuffle else None,
         "block_rows": options.block_rows,
         "output_column": options.output_column,
@@ -2592,6 +3887,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         "max_tokens": question.max_tokens,
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
+        "results_only": run.way.results_only,
     }
 
 
@@ -2637,183 +3933,727 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def make_job(run: Run, concurrency: int) -> Job:
+def make_job(run: Run, todo: Sequence[int]) -> Job:
     """Return what has to be done, and start counting."""
-    assert run.source is not None
-    assert run.plan is not None
-    job = Job(
-        source=run.source,
-        plan=run.plan,
-        folder=run.folder,
+    at = run.at
+    ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
+    missing = set(todo) - at.blocks.closed()
+    rows = sum(len(at.plan.positions(number)) for number in ours)
+    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing)
+    run.tally = Tally(rows, rows_before, verbose=run.options.verbose)
+    if rows_before:
+        say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(ours)} blocks are to be written")
+    return Job(
+        source=at.source,
+        plan=at.plan,
+        blocks=at.blocks,
+        todo=todo,
         limits=PageLimits(run.profile.longest_edge_px),
         output_column=run.options.output_column,
         settings=run_settings(run),
         info=run_info(run),
-        concurrency=concurrency,
-    )
-    todo = job.todo()
-    rows_before = run.plan.num_rows - sum(len(run.plan.positions(number)) for number in todo)
-    run.tally = Tally(run.plan.num_rows, rows_before, verbose=run.options.verbose)
-    if rows_before:
-        say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(run.plan)} blocks are left")
-    return job
-
-
-def is_complete(run: Run) -> bool:
-    """Whether every block is there."""
-    assert run.plan is not None
-    return len(run.folder.closed()) >= len(run.plan)
-
-
-def take_stock(run: Run) -> None:
-    """Count what the closed blocks hold and write the card: at the end, whatever the end was."""
-    if run.plan is None or not run.folder.closed():
-        return
-    run.statuses = count_statuses(run.folder, run.options.output_column)
-    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
-    info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
-    write_card(
-        run.output,
-        # a local path says nothing to others
-        input_name=Path(run.options.input).name if run.source and run.source.roots else run.options.input,
-        plan=run.plan,
-        statuses=run.statuses,
-        facts={**info, "speed": speed},
-        command=run.command(),
+        results_only=run.way.results_only,
     )
 
 
-def finish(run: Run) -> None:
-    """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
-    assert run.plan is not None
-    assert run.source is not None
-    if run.output.repo_id:
-        private = run.options.private or (run.source.is_private and not run.options.public)
-        where = publish(run.output, run.plan.split, private=private, overwrite=run.options.overwrite)
-        say(f"published: {where}")
-    for title, text in first_texts(run, run.options.show):
-        say(f"\n── {title} ──\n{text}")
-    column = run.options.output_column
-    failed = sum(count for status, count in run.statuses.items() if status not in {"ok", "blank"})
-    share = failed / run.plan.num_rows
-    if share > run.options.max_failure_rate:
-        raise JobError(
-            f"{failed} of {run.plan.num_rows} pages failed ({share:.1%}; --max-failure-rate is "
-            f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
-        )
+# ---- canary ----------------------------------------------------------------------------------------------------------
+# The canary: a page of known text that an engine must read before it is trusted with the first real one.
+#
+# An engine with the wrong version, image or weights answers quickly, keeps the GPU busy and writes nonsense. No gauge
+# shows that; only a page whose text is known does.
 
 
-def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
-    """Return (title, text) of the first `count` pages of the output."""
-    import pyarrow.parquet as pq
-
-    assert run.source is not None
-    text, status, error, _ = new_columns(run.options.output_column)
-    shown: list[tuple[str, str]] = []
-    for number in sorted(run.folder.closed()):
-        if len(shown) >= count:
-            break
-        table = pq.read_table(run.folder.path(number), columns=[run.source.image_column, text, status, error])
-        for row in table.slice(0, count - len(shown)).to_pylist():
-            cell = row[run.source.image_column]
-            name = (cell.get("path") if isinstance(cell, dict) else None) or f"page {len(shown)}"
-            shown.append((f"{name} ({row[status]})", row[text] or row[error] or ""))
-    return shown
+CANARY_LINES = (
+    "Harbour Office, 14 March 1897",
+    "Received of the ship Aurora forty sacks",
+    "of grain and nine barrels of salted fish,",
+    "all in good order and well counted.",
+    "The balance of 362 crowns is to be paid",
+    "before the end of the month.",
+)
+CANARY_SIZE_PX = (980, 560)
+CANARY_FONT_PX = 36
+MOST_ERRORS = 0.25  # characters wrong; a working engine has under 0.02, a degenerate one over 0.8
+LONGEST_ANSWER = 3  # times the text: what is longer was made up
+CANARY_ROWS = (-1, -2)  # the rows whose seeds the two tries are asked with: no page has them
 
 
-def carry_out(run: Run, ask_all: Callable[[Run, ExitStack, Interrupts], None]) -> int:
-    """Check, ask about every page, take stock, publish; whatever happens, say so and return the exit code.
+@dataclass(frozen=True)
+class Canary:
+    """A page and the text that stands on it."""
 
-    `ask_all` writes the blocks that are missing. It gets a stack to put its engine on: what is on it is closed on every
-    way out.
+    page: Page
+    text: str
+
+    @property
+    def max_tokens(self) -> int:
+        """How long an answer may be: no tokenizer needs more than one a character."""
+        return max(64, LONGEST_ANSWER * len(self.text))
+
+
+def make_canary(page_file: str | None, text_file: str | None, limits: PageLimits) -> Canary:
+    """Draw the canary page, or take the picture and the text of the user's own."""
+    if (page_file is None) != (text_file is None):
+        raise UsageError("--canary-page and --canary-text go together: a picture, and a file with the text on it")
+    if page_file is None or text_file is None:
+        return Canary(Page(draw_canary(), None), "\n".join(CANARY_LINES))
+    try:
+        cell, text = Path(page_file).read_bytes(), Path(text_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the canary page can't be read: {error}; check --canary-page and --canary-text") from error
+    page = make_page(cell, limits)
+    if isinstance(page, Refusal):
+        raise UsageError(f"--canary-page {page_file}: {page.reason}")
+    if not plain(text):
+        raise UsageError(f"--canary-text {text_file} holds no letters")
+    return Canary(page, text)
+
+
+def draw_canary() -> Image.Image:
+    """Draw `CANARY_LINES` as a scanned letter has them: dark on light, in the font that Pillow brings."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    page = Image.new("L", CANARY_SIZE_PX, 250)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(CANARY_FONT_PX)
+    for number, line in enumerate(CANARY_LINES):
+        draw.text((64, 56 + number * 76), line, font=font, fill=20)
+    return page
+
+
+def what_is_wrong(canary: Canary, result: PageResult) -> str | None:
+    """Return why the answer to the canary page shows that the engine can't be trusted; None where it is readable."""
+    answer = result.text or ""
+    seen = f"{answer[:120]!r}{'…' if len(answer) > 120 else ''}"
+    if result.status == "error" and result.text is None:
+        return result.error or "no answer"
+    if re.search(r"</?think(ing)?>", answer):
+        return f"it thinks aloud, which must be off: {seen}"
+    if result.status == "repetition" or ends_in_a_loop(answer):
+        return f"it repeats itself: {seen}"
+    if not plain(answer):
+        return f"it read no letter: {seen}"
+    rate = error_rate(canary.text, answer)
+    if result.status == "truncated" or len(plain(answer)) > LONGEST_ANSWER * len(plain(canary.text)):
+        return f"it does not stop ({result.tokens} tokens for {len(canary.text)} characters): {seen}"
+    if rate > MOST_ERRORS:
+        return f"{rate:.0%} of the characters are wrong ({MOST_ERRORS:.0%} is the most): {seen}"
+    return None
+
+
+def plain(text: str) -> str:
+    """Return the letters and digits of a text, in one case: markup, spaces and line ends are matters of taste."""
+    return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
+
+
+def error_rate(truth: str, answer: str) -> float:
+    """Return the edits from the answer to the truth, a character of the truth, by letters and digits alone."""
+    wanted, got = plain(truth), plain(answer)[: 4 * len(plain(truth)) + 64]
+    row = list(range(len(got) + 1))
+    for number, letter in enumerate(wanted, 1):
+        diagonal, row[0] = row[0], number
+        for place, other in enumerate(got, 1):
+            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (letter != other))
+    return row[-1] / max(1, len(wanted))
+
+
+def ends_in_a_loop(text: str) -> bool:
+    """Whether a text ends in one piece over and over: six times or more, and more than 40 characters in all."""
+    found = re.search(r"(.{1,80}?)\1{5,}\s*\Z", text[-2000:], re.DOTALL)
+    return found is not None and len(found[0]) > 40
+
+
+# ---- budget ----------------------------------------------------------------------------------------------------------
+# Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of refusals.
+
+
+# The chat template, the marks around the image and the trained word: measured 19 on a LightOnOCR-2 page.
+TEMPLATE_TOKENS = 64
+
+
+def image_tokens(width: int, height: int, pixels_per_token_side: int) -> int:
+    """Return what a picture costs: a token for each started square; these models put none between the rows."""
+    return -(-width // pixels_per_token_side) * -(-height // pixels_per_token_side)
+
+
+def check_budget(profile: ModelProfile, question: Question, max_model_len: int | None) -> None:
+    """Raise `UsageError`, with the sum, where a square page at the longest edge and its text would not fit.
+
+    `max_model_len` is what the engine says it has; None, where it does not say, passes.
     """
-    # A corrupt EXIF block is worth no line on stderr; a picture that can't be read is refused by name.
-    warnings.filterwarnings("ignore", module="PIL")
-    interrupts = Interrupts()
-    message, code = "done", 0
-    with interrupts.caught():
+    if max_model_len is None:
+        return
+    edge, side = profile.longest_edge_px, profile.pixels_per_token_side
+    page = image_tokens(edge, edge, side)
+    answer = question.max_tokens or 1
+    needed = page + TEMPLATE_TOKENS + answer
+    if needed <= max_model_len:
+        return
+    text = f"{question.max_tokens} of text (--max-tokens)" if question.max_tokens else "at least 1 of text"
+    most = max_model_len - page - TEMPLATE_TOKENS
+    lower = f"at most --max-tokens {most}, or " if question.max_tokens and most > 0 else ""
+    raise UsageError(
+        f"the largest page does not fit the engine's context: {edge}x{edge} px are {page} tokens "
+        f"(one a {side}x{side} px), + {TEMPLATE_TOKENS} of the prompt + {text} = {needed}, "
+        f"and --max-model-len is {max_model_len}; give {lower}--max-model-len {needed} or more"
+    )
+
+
+# ---- trust -----------------------------------------------------------------------------------------------------------
+# What an engine must pass before its first page: the version gate, the budget, and the canary.
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What is required of an engine. `canary` None: no page is asked about; `patience_s`: how long an answer may take.
+
+    `allow_bad_engine`: versions known to be bad are taken all the same.
+    """
+
+    profile: ModelProfile
+    question: Question
+    canary: Canary | None
+    allow_bad_engine: bool = False
+    patience_s: float = 600.0
+
+
+def required(profile: ModelProfile, question: Question, options: CommonOptions, patience_s: float = 600.0) -> Trust:
+    """Say what the options require of an engine; raise `UsageError` where the canary page they name is none."""
+    canary = make_canary(options.canary_page, options.canary_text, PageLimits(profile.longest_edge_px))
+    return Trust(profile, question, None if options.no_canary else canary, options.allow_bad_engine, patience_s)
+
+
+def check_version(trust: Trust, vllm: str, transformers: str | None = None, *, serves: bool = False) -> None:
+    """Raise `EngineError` where the catalogue warns of this vLLM, or of this pair of it and transformers.
+
+    `serves`: it serves the model already, so that it can't be a pair with which the model does not start.
+    """
+    bad = known_bad_engine(trust.profile, vllm, transformers)
+    if bad is None or trust.allow_bad_engine or (bad.transformers and (serves or transformers is None)):
+        return
+    pair = f"vLLM {vllm}" + (f" with transformers {transformers}" if bad.transformers else "")
+    raise EngineError(
+        f"{pair} is known to be bad for {trust.profile.model_id}: {bad.reason}. "
+        f"Use another version, such as the image {trust.profile.image}, or insist with --allow-bad-engine"
+    )
+
+
+def installed_versions(program: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the versions of vLLM and transformers behind a `vllm` command, asked of its own Python; None if unknown.
+
+    It takes a blink, where `vllm --version` takes the seconds of its imports.
+    """
+    found = shutil.which(program)
+    try:
+        with Path(found or "").open("rb") as script:
+            first = script.readline(500).decode(errors="replace")
+        if not first.startswith("#!") or "python" not in first:
+            return None
+        ask = "from importlib.metadata import version as v; print(v('vllm'), v('transformers'))"
+        command = [*first[2:].split(), "-c", ask]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True)
+        vllm, transformers = done.stdout.split()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return vllm, transformers
+
+
+def check_context(trust: Trust, max_model_len: object) -> None:
+    """Raise `UsageError` where the largest page does not fit what the engine says its context is."""
+    check_budget(trust.profile, trust.question, max_model_len if isinstance(max_model_len, int) else None)
+
+
+def check_canary(trust: Trust, ask: Callable[[Canary, int], PageResult], engine: str) -> float:
+    """Have the canary page read, twice where the first answer is not readable; return the seconds an answer took.
+
+    `ask` gets the canary and the row for its seed. Raises `EngineError` where the engine can't be trusted.
+    """
+    if trust.canary is None:
+        return 0.0
+    wrong: str | None = "it was not asked"
+    for row in CANARY_ROWS:
+        started = time.monotonic()
+        wrong = what_is_wrong(trust.canary, ask(trust.canary, row))
+        if wrong is None:
+            return time.monotonic() - started
+    raise EngineError(
+        f"{engine} can't be trusted with {trust.profile.model_id}: a page of known text (the canary) came back "
+        f"unreadable: {wrong}. Most likely its version does not fit the model: use the image {trust.profile.image}. "
+        "Another test page: --canary-page and --canary-text; none: --no-canary"
+    )
+
+
+# ---- web -------------------------------------------------------------------------------------------------------------
+# Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
+
+
+def base_url(url: str) -> str:
+    """Return `scheme://host:port/path` without a trailing `/v1`."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise UsageError(
+            "--server holds a user name or password; give the key in the variable that --api-key-env names"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL names this machine's loopback."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def fetch(url: str, key: str, body: bytes | None = None, timeout_s: float = 5.0) -> tuple[int, bytes]:
+    """GET an address, or POST a JSON body to it; return (status, body). Raises `OSError` where nothing answers."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310 - http(s) only
+    # a proxy named in the environment is not for loopback
+    proxies = urllib.request.ProxyHandler({} if is_local(url) else None)
+    opener = urllib.request.build_opener(_NoRedirect, proxies)
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return int(response.status), response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key is for this server alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse."""
+        return
+
+
+# ---- ask_canary ------------------------------------------------------------------------------------------------------
+# Asks a server about the canary page, before there is an event loop.
+
+
+CANARY_PAUSE_S = 1.0
+
+
+def ask_server_about(
+    endpoint: Endpoint, trust: Trust, canary: Canary, row: int, check_alive: Callable[[], None]
+) -> PageResult:
+    """Ask a server about the canary page, again and again while it says that it is not ready.
+
+    `check_alive` raises where there is no sense in asking on.
+    """
+    question = replace(trust.question, max_tokens=canary.max_tokens)
+    body = request_body(canary.page, row, question, endpoint.model).whole()
+    give_up_at = time.monotonic() + trust.patience_s
+    while True:
+        check_alive()
+        left_s = max(0.1, give_up_at - time.monotonic())
         try:
-            preflight(run)
-            with run.folder.locked():
-                if run.options.overwrite:
-                    run.folder.remove_all()
-                try:
-                    if not is_complete(run):
-                        with ExitStack() as stack:
-                            ask_all(run, stack, interrupts)
-                finally:
-                    take_stock(run)
-                finish(run)
-        except Interrupted as stop:
-            message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
-        except JobError as error:
-            message, code = str(error), error.exit_code
-            if interrupts.number:  # what else went wrong then is its consequence
-                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
-        except Exception as error:
-            say_end(run, 1, f"{type(error).__name__}: {error}")
-            raise
-        if code:
-            say(f"{run.script}: {message}")
-        say_end(run, code, message)
-    return code
+            status, answer = fetch(f"{endpoint.base_url}/chat/completions", endpoint.api_key, body, left_s)
+        except (OSError, ValueError) as error:
+            status, answer = 0, str(getattr(error, "reason", error)).encode()
+        if status == 200:
+            return _read_answer(answer)
+        words = f"HTTP {status}: " * bool(status) + answer.decode(errors="replace")[:300]
+        if status not in {0, 408, 409, 425, 429} and status < 500:
+            raise EngineError(f"the server refuses the canary page: {words}; check --server and --model")
+        if time.monotonic() + CANARY_PAUSE_S > give_up_at:
+            check_alive()
+            raise EngineError(f"the server did not answer the canary page in {trust.patience_s:.0f} s: {words}")
+        time.sleep(CANARY_PAUSE_S)
 
 
-def refuse(script: str, options: CommonOptions, error: JobError) -> int:
-    """Say, to people and to programs, why a run did not begin; return the exit code."""
-    say(f"{script}: {error}")
-    outcome = Outcome(
-        input=options.input,
-        output=options.output,
-        split=None,
-        model=options.model,
-        engine=None,
-        exit_code=error.exit_code,
-        message=str(error),
-        seconds=0.0,
-        tally=None,
-        statuses={},
-    )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
-    return error.exit_code
+def _read_answer(body: bytes) -> PageResult:
+    try:
+        completion = json.loads(body)
+        choice = completion["choices"][0]
+        usage = completion.get("usage") or {}
+        return result_of_answer(
+            choice["message"]["content"],
+            choice.get("finish_reason"),
+            tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            attempts=1,
+            latency_s=0.0,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"no chat completion came back from the server, but {body[:200]!r}; check --server"
+        ) from error
 
 
-def say_end(run: Run, code: int, message: str) -> None:
-    """Write the last line for people, and the JSON line for programs."""
-    if run.tally and run.tally.done:
-        counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
-        took = duration(time.monotonic() - run.started)
-        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
-    outcome = Outcome(
-        input=run.options.input,
-        output=str(run.output),
-        split=run.plan.split if run.plan else None,
-        model=run.options.model,
-        engine=run.engine,
-        exit_code=code,
-        message=message,
-        seconds=time.monotonic() - run.started,
-        tally=run.tally,
-        statuses=run.statuses,
-    )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
+# ---- startup ---------------------------------------------------------------------------------------------------------
+# What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has failed.
+#
+# A start takes minutes in which nobody answers; only the log tells a download from a hang. A start that failed leaves a
+# traceback of hundreds of lines, of which one tells what to do.
+
+
+# A phase of the start → what stands in the log when it begins or goes on.
+PHASES = {
+    "download": r"Fetching \d+ files|Downloading|\.safetensors: +\d+%|Time spent downloading weights",
+    "weights": r"Starting to load model|Loading (safetensors|pt) checkpoint shards|Loading weights took",
+    "compile": r"torch\.compile|Dynamo bytecode transform|Compiling a graph|autotun|JIT compil|ninja: ",
+    "graphs": r"Capturing CUDA graph|Graph capturing",
+    "ready": r"Application startup complete|Uvicorn running on",
+}
+# What a server writes over and over while nothing moves, and what our own questions make it write.
+NO_PROGRESS = re.compile(
+    r"Waiting for \d+ local|No available shared memory broadcast block|\"GET /(v1/models|health|metrics|version)"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a start failed: `pattern` is how the log says it, `what` how people do, `remedy` the next step."""
+
+    name: str
+    pattern: str
+    what: str
+    remedy: str
+
+
+# In order: what stands further up explains what stands further down, where a log has both.
+CAUSES = (
+    Cause(
+        "bad pair",
+        r"cannot import name 'PixtralRotaryEmbedding'|PixtralRotaryEmbedding",
+        "this vLLM and this transformers don't fit together: the Pixtral models can't be imported",
+        "use the image {image}, or install transformers 5.16.1",
+    ),
+    Cause(
+        "bad pair",
+        r"cannot import name '\w+' from '(transformers|huggingface_hub|tokenizers)[.']"
+        r"|ImportError: .*(transformers|huggingface[-_]hub|tokenizers)[><=!]=",
+        "this vLLM and the installed transformers (or what it needs) don't fit together",
+        "use the image {image}, whose versions were made for each other",
+    ),
+    Cause(
+        "bad pair",
+        r"undefined symbol|_C\.abi3\.so|ImportError: lib\w+\.so[.\d]*: cannot open shared object file",
+        "this vLLM and this torch or CUDA don't fit together",
+        "use the image {image}, or install vLLM anew in an environment of its own",
+    ),
+    Cause(
+        "driver",
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient"
+        r"|forward compatibility was attempted|unsupported display driver / cuda driver combination",
+        "the NVIDIA driver of this machine is too old for this build of vLLM (CUDA 12.6 is the least)",
+        "update the driver, or use a machine with a newer one (`nvidia-smi` shows both versions)",
+    ),
+    Cause(
+        "no GPU",
+        r"Found no NVIDIA driver|No CUDA GPUs are available|Failed to infer device type|no CUDA-capable device"
+        r"|libcuda\.so\.1: cannot open",
+        "vLLM finds no GPU on this machine",
+        "use a machine that has one (`nvidia-smi` must list it), or --server URL",
+    ),
+    Cause(
+        "nvcc",
+        r"Could not find nvcc|nvcc: not found|No such file or directory: 'nvcc'|nvcc fatal|Ninja build failed"
+        r"|ninja: build stopped|No such file or directory: 'ninja'|FlashInfer requires",
+        "FlashInfer compiles its kernels at the start, for which this machine lacks a fitting nvcc",
+        "set VLLM_USE_FLASHINFER_SAMPLER=0 (we do where it is not set), or use the image {image}",
+    ),
+    Cause(
+        "memory taken",
+        r"Free memory on device .*is less than desired GPU memory utilization",
+        "another process holds memory of the GPU",
+        "end it (`nvidia-smi` lists it), or give a lower --gpu-memory-utilization",
+    ),
+    Cause(
+        "KV cache",
+        r"KV cache is needed, which is larger than|No available memory for the cache blocks"
+        r"|larger than the maximum number of tokens that can be stored in KV cache",
+        "the memory that is left on the GPU does not hold one page of --max-model-len",
+        "give a smaller --max-model-len, a higher --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "CUDA memory",
+        r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        "the GPU's memory is full",
+        "give -- --max-num-seqs 64, a lower --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "architecture",
+        r"are not supported for now|does not recognize this architecture|failed to be inspected"
+        r"|has no vLLM implementation|Unrecognized (model|configuration class)",
+        "this vLLM does not know the model's architecture: it is too old for it",
+        "use the image {image}",
+    ),
+    Cause(
+        "gated",
+        r"gated repo|GatedRepoError|401 Client Error|403 Client Error|403 Forbidden",
+        "the Hub refuses the model's weights to us: they are gated or private",
+        "ask for access on the model's page, and set HF_TOKEN (`-s HF_TOKEN` on a hosted GPU)",
+    ),
+    Cause(
+        "disk",
+        r"No space left on device|os error 28|Disk quota exceeded|Not enough free disk space",
+        "the disk is full",
+        "free some space, or point HF_HOME to a larger disk",
+    ),
+    Cause(
+        "weights",
+        r"is not a valid model identifier|RepositoryNotFoundError|404 Client Error|RevisionNotFoundError"
+        r"|Cannot find any model weights|LocalEntryNotFoundError|EntryNotFoundError|is not a local folder"
+        r"|Can't load the configuration of|does not appear to have a file named config\.json|Invalid repository ID",
+        "the model or its weights can't be found",
+        "check --model and --model-revision, and that the Hub can be reached (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN)",
+    ),
+    Cause(
+        "port",
+        r"[Aa]ddress already in use|\[Errno 98\]|EADDRINUSE",
+        "the port is taken",
+        "leave --port out, then a free one is taken; or use what runs there with --server",
+    ),
+    Cause(
+        "argument",
+        r"error: (unrecognized arguments|argument |ambiguous option|the following arguments are required)"
+        r"|invalid choice: |unexpected keyword argument|greater than the derived max_model_len",
+        "vLLM refuses one of its arguments",
+        "see what stands after -- (and --max-model-len) and `vllm serve --help=all`",
+    ),
+    Cause(
+        "shared memory",
+        r"Bus error|out of shared memory|insufficient shared memory",
+        "/dev/shm is too small",  # noqa: S108 - a message
+        "give the container more (`docker run --ipc=host`, or --shm-size 8g)",
+    ),
+    Cause(
+        "host memory",
+        r"MemoryError|Cannot allocate memory|std::bad_alloc|oom-kill|Killed$",
+        "the machine's own memory is full",
+        "use a machine with more of it",
+    ),
+)
+
+
+def phase_of(line: str) -> str | None:
+    """Return the phase of the start that this line of the log tells of."""
+    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, line)), None)
+
+
+def is_progress(line: str) -> bool:
+    """Whether the line shows that something moves."""
+    return bool(line.strip()) and not NO_PROGRESS.search(line)
+
+
+def find_cause(log: str) -> Cause | None:
+    """Return the reason that a log gives for a start that failed; None where none of the known ones is in it."""
+    return next((cause for cause in CAUSES if re.search(cause.pattern, log, re.MULTILINE)), None)
+
+
+def explanation(log: str, image: str, *, killed: bool = False) -> str:
+    """Say why a start failed and what to do, as the log and the image to use tell; empty where nothing is known.
+
+    `killed`: it ended by SIGKILL, which the kernel sends where memory has run out.
+    """
+    cause = find_cause(log)
+    if cause:
+        line = next(line for line in log.splitlines() if re.search(cause.pattern, line))
+        remedy = cause.remedy.format(image=image or "that the model's page names")
+        return f"{cause.what} ({_without_head(line)}): {remedy}"
+    return "it was killed, most likely as the machine's memory is full: use one with more of it" if killed else ""
+
+
+def _without_head(line: str) -> str:
+    """Return the message of a log line, without process, time and place, at most 300 characters of it."""
+    return re.sub(r"^(\([^)]*pid=\d+\) )*((INFO|WARNING|ERROR) [-\d]+ [:\d]+ (\[[^\]]+\])? ?)?", "", line).strip()[:300]
+
+
+# ---- spawn -----------------------------------------------------------------------------------------------------------
+# A server process of ours: in a process group of its own, its log in a file, and never alive after us.
+#
+# Beside the server, in its group and started before it, waits a shell that reads from a pipe which only we hold. When
+# we die in whatever way, SIGKILL included, the pipe ends and the shell ends the group: the server and all it started.
+
+
+LOG_LINES_SHOWN = 20
+LOG_BYTES_READ = 512 * 1024
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pages of memory
+# Variables by which `uv run` points Python at our environment: the server has its own.
+OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
+GUARD = (
+    "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
+    "kill -TERM 0; sleep 8; kill -KILL 0"
+)
+
+
+class Spawned:
+    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
+        self.log = log
+        self.ready = False
+        self._image = image
+        self._shared: set[Path] = set()
+        say(f"starting {shlex.join(command)}\n  its log: {log}")
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+        self.group = self._guard.pid
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=self.group,
+                )
+        except OSError as error:
+            self._end_guard()
+            raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
+
+    def how_it_ended(self) -> str | None:
+        """Say how and why the process has ended, with the end of its log; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = explanation(self.log_text(), self._image, killed=code == -signal.SIGKILL)
+        return f"the server ended by itself ({how}){': ' if why else ''}{why}. {self.log_words()}"
+
+    def log_text(self) -> str:
+        """Return the end of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_BYTES_READ))
+            return log.read().decode(errors="replace")
+
+    def log_words(self) -> str:
+        """Name the log and show its last lines."""
+        lines = self.log_text().splitlines()[-LOG_LINES_SHOWN:]
+        tail = "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
+        return f"The end of its log, {self.log}:\n{tail}"
+
+    def note_shared_memory(self) -> None:
+        """Remember what the group has in shared memory, to remove it should the group be killed."""
+        self._shared |= shared_files(group_members(self.group))
+
+    def end(self, patience_s: float = 10.0) -> None:
+        """End the process and all that it started: asked first, then killed; nothing of it stays in shared memory."""
+        self._send(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+            give_up_at = time.monotonic() + 3.0  # what tidies up after the server gets its time too
+            while time.monotonic() < give_up_at and set(group_members(self.group)) - {self.group}:
+                time.sleep(0.05)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._end_guard()
+
+    def kill(self) -> None:
+        """Kill the process group at once, without waiting."""
+        self.note_shared_memory()
+        self._send(signal.SIGKILL)
+        for file in self._shared:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def release(self) -> None:
+        """Let the server live on without us."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"release\n")
+        self._end_guard()
+        self._process.returncode = 0  # ours no more: Popen would warn of a child that still runs
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, number)
+
+    def _end_guard(self) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(1.0)
+            return
+        self._guard.kill()
+        self._guard.wait()
+
+
+class LogReader:
+    """Reads a log that grows, line by line; what a progress bar writes over counts as lines too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_lines(self) -> Iterator[str]:
+        """Give what was written since the last call."""
+        with self._path.open("rb") as log:
+            log.seek(self._read)
+            new = log.read(LOG_BYTES_READ)
+        self._read += len(new)
+        yield from new.decode(errors="replace").replace("\r", "\n").splitlines()
+
+
+def group_members(group: int) -> list[int]:
+    """Return the processes of a group that run; none where there is no /proc."""
+    members: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                members.append(int(entry.parent.name))
+    return members
+
+
+def shared_files(processes: Sequence[int]) -> set[Path]:
+    """Return the files in shared memory, of the user's own, that these processes have mapped."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+                name = line.partition("/")[2]
+                if name.startswith("dev/shm/") and not name.endswith(" (deleted)"):
+                    found.add(Path(f"/{name}"))
+    return {file for file in found if file.parent == SHARED_MEMORY and _is_ours(file)}
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return file.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def server_environment(key: str, program: str) -> dict[str, str]:
+    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key.
+
+    `program` is what will be started: where it does not lie among our own programs, those go from PATH, so that the
+    server finds its Python and not ours.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+    ours = Path(sys.prefix, "bin")
+    found = shutil.which(program)
+    if sys.prefix != sys.base_prefix and found and Path(found).parent != ours:
+        kept = [part for part in environment.get("PATH", "").split(os.pathsep) if Path(part) != ours]
+        environment["PATH"] = os.pathsep.join(kept)
+    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
 
 
 # ---- serve -----------------------------------------------------------------------------------------------------------
 # The server: one that runs already, or `vllm serve` spawned here and ended with us.
 #
-# A server that we spawn listens on loopback only, with a random key that it is given by environment, in a process group
-# of its own, its log in a file whose last lines stand in every error.
+# A server that we spawn listens on loopback only, with a random key that it is given by environment. Ready means that
+# it lists the model, is none of the versions known to be bad, has the context for the largest page and has read the
+# canary.
 
 
-LOG_LINES_SHOWN = 20
 POLL_S = 0.5
-# Waits until our end of its stdin closes, as it does however we end, by SIGKILL too; then ends the group named in $0.
-GUARD = 'read -r _; kill -TERM "-$0"; sleep 10; kill -KILL "-$0"'
-# Variables by which `uv run` points Python at our environment: the server has its own.
-OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
+STOPPED = "the run was stopped while its server was starting"
 
 
 @dataclass(frozen=True)
@@ -2821,84 +4661,99 @@ class Wanted:
     """Which server is wanted: `url` that of a running one or None; `command` what to spawn instead of `vllm serve`."""
 
     model: str
+    trust: Trust
     url: str | None = None
     command: str | None = None
     port: int | None = None
     api_key: str | None = None
     vllm_args: Sequence[str] = ()
     startup_timeout_s: float = 900.0
+    keep: bool = False  # leave a server that we spawned running
     hint: str = ""  # the command to show where no server can be had here
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. `engine` is what it says it is; `spawned` is the process if it is ours."""
+    """A server that answers. `engine` is what it says it is; `keeper` starts it anew if it is ours."""
 
     endpoint: Endpoint
     engine: str
-    spawned: Spawned | None = None
-
-    async def watch(self) -> None:
-        """Return never; raise `EngineError` when the process that we spawned has ended."""
-        while True:
-            await asyncio.sleep(1.0)
-            if self.spawned:
-                self.spawned.check_alive()
+    keeper: Keeper | None = None
+    canary_s: float = 0.0  # how long it took to answer the canary page
 
 
-class Spawned:
-    """A server process of ours, in a process group of its own."""
+class Keeper:
+    """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.log = Path(tempfile.mkdtemp(prefix="lighton-ocr-")) / "server.log"
-        say(f"starting {shlex.join(command)}\n  its log: {self.log}")
-        with self.log.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD, str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def __init__(self, wanted: Wanted, host: str, port: int) -> None:
+        self.spawned: Spawned | None = None
+        self._wanted = wanted
+        self._host, self._port = host, port
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._key = secrets.token_urlsafe(24)
+        self._command = server_command(wanted, host, port)
+        self._environment = server_environment(self._key, self._command[0])
+        self._folder = Path(tempfile.mkdtemp(prefix="lighton-ocr-"))
+        self._starts = 0
+        self._given_up = threading.Event()
+
+    def start(self) -> Server:
+        """Start the server and wait until it can be trusted; raise `EngineError` where it can't."""
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        self._starts += 1
+        log = self._folder / ("server.log" if self._starts == 1 else f"server-{self._starts}.log")
+        if self._wanted.command is None and (versions := installed_versions(self._command[0], self._environment)):
+            check_version(self._wanted.trust, *versions)
+        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image)
+        server = get_ready(self._wanted, self._url, self._key, self)
+        self.spawned.ready = True
+        self.spawned.note_shared_memory()
+        return server
 
     def check_alive(self) -> None:
-        """Raise `EngineError` with the end of its log if the process has ended."""
-        code = self._process.poll()
-        if code is not None:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise EngineError(f"the server ended by itself ({how}). The end of its log, {self.log}:\n{self.log_tail()}")
+        """Raise `EngineError` where the process has ended, or the run wants no server any more."""
+        assert self.spawned is not None
+        ended = self.spawned.how_it_ended()
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        if ended:
+            raise EngineError(ended)
 
-    def log_tail(self) -> str:
-        """Return the last lines of the log, indented."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        return "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
+    def end(self) -> None:
+        """End the server and all that it started."""
+        if self.spawned:
+            self.spawned.end()
 
-    def end(self, patience_s: float = 10.0) -> None:
-        """End the process and all that it started: asked first, then killed."""
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(wait_s)
-        self._process.poll()
-        self._guard.kill()
-        self._guard.communicate()
+    def restart(self, pause_s: float) -> Server:
+        """End what is left of a server that died or froze, and start it again."""
+        if self.spawned:
+            self.spawned.end(patience_s=3.0)
+        self._given_up.wait(pause_s)
+        return self.start()
 
     def kill(self) -> None:
-        """Kill the process group at once, without waiting."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill it at once, without waiting: the last thing done."""
+        if self.spawned:
+            self.spawned.kill()
+
+    def give_up(self) -> None:
+        """Make a start that is under way in another thread fail at once."""
+        self._given_up.set()
+        self.kill()
+
+    def leave_running(self) -> None:
+        """Let the server live on, and say how to use and how to end it."""
+        assert self.spawned is not None
+        key_file = self._folder / "api-key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(self._key)
+        self.spawned.release()
+        say(
+            f"the server is left running (--keep-server); use it with\n"
+            f'  VLLM_API_KEY="$(cat {key_file})" … --server {self._url}\n'
+            f"  its log: {self.spawned.log}\n  end it with: kill -- -{self.spawned.group}"
+        )
 
 
 def check_possible(wanted: Wanted) -> None:
@@ -2921,26 +4776,37 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     url = base_url(wanted.url) if wanted.url else None
     key = wanted.api_key or "EMPTY"
     if url and (is_up(url, key) or not is_local(url)):
-        models = _wait_for_models(url, key, wanted.startup_timeout_s)
-        yield Server(Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models))
+        yield get_ready(wanted, url, key)
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
-    key = secrets.token_urlsafe(24)
-    command = server_command(wanted, host, port)
-    # In a thread, where no signal can come between the start of the process and our knowing of it.
-    starter = ThreadPoolExecutor(1)
-    starting = starter.submit(Spawned, command, server_environment(key))
+    keeper = Keeper(wanted, host, port)
     try:
-        spawned = starting.result()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        models = _wait_for_models(url, key, wanted.startup_timeout_s, spawned)
-        yield Server(
-            Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models), spawned
-        )
-    finally:
-        starter.shutdown()
-        starting.result().end()
+        yield keeper.start()
+    except BaseException:
+        keeper.end()
+        raise
+    if wanted.keep:
+        keeper.leave_running()
+    else:
+        keeper.end()
+
+
+def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
+    """Wait until the server lists its models, and return it once it has passed all that is required of it."""
+    models = _wait_for_models(url, key, wanted.startup_timeout_s, keeper)
+    endpoint = Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url))
+    engine, trust = engine_name(url, models), wanted.trust
+    owner, _, version = engine.partition(" ")
+    if owner == "vllm" and version:
+        check_version(trust, version, serves=True)
+    card = next(model for model in models if model["id"] == endpoint.model)
+    check_context(trust, card.get("max_model_len"))
+    alive: Callable[[], None] = keeper.check_alive if keeper else lambda: None
+    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
+    if trust.canary:
+        say(f"the canary page was read in {canary_s:.1f} s")
+    return Server(endpoint, engine, keeper, canary_s)
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
@@ -2977,35 +4843,6 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def server_environment(key: str) -> dict[str, str]:
-    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key."""
-    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
-    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
-
-
-def base_url(url: str) -> str:
-    """Return `scheme://host:port/path` without a trailing `/v1`."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise UsageError(
-            "--server holds a user name or password; give the key in the variable that --api-key-env names"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def is_local(url: str) -> bool:
-    """Whether the URL names this machine's loopback."""
-    host = urllib.parse.urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _address(url: str | None, port: int | None) -> tuple[str, int]:
     """Return where to spawn: the host and port of a local URL; else loopback and `port`, or a free one."""
     if url:
@@ -3031,50 +4868,34 @@ def check_port_is_free(host: str, port: int) -> None:
             ) from error
 
 
-def _get(url: str, key: str, timeout_s: float = 5.0) -> tuple[int, bytes]:
-    """GET an address; return (status, body). Raises `OSError` where nothing answers."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})  # noqa: S310 - http(s) only
-    # a proxy named in the environment is not for loopback
-    proxies = urllib.request.ProxyHandler({} if is_local(url) else None)
-    opener = urllib.request.build_opener(_NoRedirect, proxies)
-    try:
-        with opener.open(request, timeout=timeout_s) as response:
-            return int(response.status), response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key is for this server alone."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse."""
-        return
-
-
 def is_up(url: str, key: str) -> bool:
     """Whether anything answers HTTP at the URL."""
     try:
-        _get(f"{url}/v1/models", key)
+        fetch(f"{url}/v1/models", key)
     except (OSError, ValueError):
         return False
     return True
 
 
 def _wait_for_models(
-    url: str, key: str, startup_timeout_s: float, spawned: Spawned | None = None
+    url: str, key: str, startup_timeout_s: float, keeper: Keeper | None = None
 ) -> list[dict[str, Any]]:
-    """Wait until the server lists its models. Patience is measured by progress: growth of the log, where it is ours."""
-    last_sign, log_size, last_error = time.monotonic(), -1, "nothing answered"
+    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
+    started = last_sign = time.monotonic()
+    spawned = keeper.spawned if keeper else None
+    log = LogReader(spawned.log) if spawned else None
+    phase, last_error = "start", "nothing answered"
     while True:
-        if spawned:
-            spawned.check_alive()
-            size = spawned.log.stat().st_size
-            if size != log_size:
-                log_size, last_sign = size, time.monotonic()
+        if keeper:
+            keeper.check_alive()
+        for line in log.new_lines() if log else ():
+            if is_progress(line):
+                last_sign = time.monotonic()
+            if (now_in := phase_of(line)) and now_in != phase:
+                phase = now_in
+                say(f"  after {duration(time.monotonic() - started)}: {phase}")
         try:
-            status, body = _get(f"{url}/v1/models", key)
+            status, body = fetch(f"{url}/v1/models", key)
             if status == 200:
                 return _listed_models(body, url)
             if status in {401, 403}:
@@ -3086,7 +4907,7 @@ def _wait_for_models(
             last_error = str(getattr(error, "reason", error))
         waited = time.monotonic() - last_sign
         if waited > startup_timeout_s:
-            tail = f". The end of its log, {spawned.log}:\n{spawned.log_tail()}" if spawned else ""
+            tail = f", in the phase {phase!r}. {spawned.log_words()}" if spawned else ""
             raise EngineError(
                 f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
                 f"the last try: {last_error}{tail}"
@@ -3116,11 +4937,433 @@ def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
     owner = str(models[0].get("owned_by") or "unknown")
     try:
-        status, body = _get(f"{url}/version", "")
+        status, body = fetch(f"{url}/version", "")
         version = str(json.loads(body)["version"]) if status == 200 else ""
     except (OSError, ValueError, LookupError, TypeError):
         version = ""
     return f"{owner} {version}".strip()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
+#
+# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
+# back does not count as used.
+
+
+RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
+MOST_RESERVED = 2 * 1024**3
+NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The limit that comes first, in bytes, and what is left below it."""
+
+    limit: int
+    available: int
+
+    @property
+    def for_pages(self) -> int:
+        """The bytes that pages may still take; negative where the reserve is touched already."""
+        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
+
+
+def read_memory(root: Path = Path("/")) -> HostMemory | None:
+    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
+    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
+    known = [memory for memory in found if memory]
+    return min(known, key=lambda memory: memory.for_pages) if known else None
+
+
+def own_rss(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process holds."""
+    statm = _text(root / "proc/self/statm").split()
+    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
+
+
+def _meminfo(root: Path) -> HostMemory | None:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    total = kib.get("MemTotal")
+    available = kib.get("MemAvailable", kib.get("MemFree"))
+    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and not (mount / "cgroup.controllers").exists():
+        mount = root / "sys/fs/cgroup/unified"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, where = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(","):
+            inner = PurePosixPath(where.lstrip("/"))
+            # in a container the path may be the host's, and only the mount's top is there
+            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
+    return [mount] if mount.is_dir() else []
+
+
+def _group_v2(group: Path) -> HostMemory | None:
+    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _groups_v1(root: Path) -> list[HostMemory | None]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return [_group_memory(group, *names) for group in _groups(root, "memory")]
+
+
+def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= NO_LIMIT:
+        return None
+    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    cache = stat.get(cache_name, "0")
+    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
+    return HostMemory(limit, limit - used)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class PageMeasure:
+    """What a page in flight takes: the slope of this process's memory over the pages in flight, taken robustly.
+
+    Memory that was freed is not given back at once, so the slope is that of the upper edge: for each number of pages in
+    flight seen lately the most memory, and of all pairs of these the median slope. The least that is believed is
+    `least`; until the pages in flight have varied enough, there is no answer.
+    """
+
+    def __init__(self, least: int = 256 * 1024, remembered: int = 240) -> None:
+        self._least = least
+        self._seen: deque[tuple[int, int]] = deque(maxlen=remembered)
+
+    def note(self, in_flight: int, rss: int | None) -> None:
+        """Take a look."""
+        if rss is not None:
+            self._seen.append((in_flight, rss))
+
+    def bytes_a_page(self) -> float | None:
+        """Return the bytes a page in flight takes; None before that can be said."""
+        most: dict[int, int] = {}
+        for in_flight, rss in self._seen:
+            most[in_flight // 4] = max(most.get(in_flight // 4, 0), rss)
+        steps = sorted(most.items())[:: max(1, len(most) // 24)]
+        if len(steps) < 3:
+            return None
+        slopes = [(b[1] - a[1]) / (4 * (b[0] - a[0])) for number, a in enumerate(steps) for b in steps[number + 1 :]]
+        return max(float(self._least), statistics.median(slopes))
+
+
+# ---- steering --------------------------------------------------------------------------------------------------------
+# Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry file.
+#
+# At the end it says what bounded the run, and what to change.
+
+
+# What to change, by what bounded the run.
+ADVICE = {
+    "engine": "the engine is the limit: a faster GPU, more of them (data parallel), or more shards",
+    "preparation": "preparing the pages is the limit: a flavour with more cores, or more shards",
+    "source": "reading the input is the limit: a faster disk or network, or several shards on several machines",
+    "memory": "this machine's memory is the limit: a flavour with more of it, or a lower --max-in-flight elsewhere",
+    "limit": "the window was still growing, or stood at --max-in-flight: a longer run, or a higher bound",
+}
+
+
+@dataclass
+class Steering:
+    """What moves a window: gauges of the engine, memory of the host, pages being prepared."""
+
+    window: Window
+    gauges: Callable[[], Gauges]
+    preparing: Callable[[], int]
+    threads: int
+    telemetry: TextIO | None = None
+    measure: PageMeasure = field(default_factory=PageMeasure)
+
+    async def steer(self) -> None:
+        """Observe and decide until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> dict[str, Any]:
+        """Observe and decide once; return the decision as it stands in the telemetry file."""
+        memory = read_memory()
+        self.measure.note(self.window.in_flight, own_rss())
+        line = self.window.observe(
+            gauges=self.gauges(),
+            memory_available=memory.for_pages if memory else None,
+            bytes_a_page=self.measure.bytes_a_page(),
+            preparing=self.preparing(),
+            threads=self.threads,
+        )
+        if self.telemetry:
+            self.telemetry.write(json.dumps(line) + "\n")
+            self.telemetry.flush()
+        return line
+
+
+@contextmanager
+def telemetry_file(path: str | None) -> Iterator[TextIO | None]:
+    """Open the file for telemetry, to go on in it; None where none is wanted."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UsageError(f"--telemetry {path!r} can't be written: {error.strerror}; name another file") from error
+    with file:
+        yield file
+
+
+def verdict(seconds_bound: dict[str, float]) -> str:
+    """Say what bounded the run for most of its time, and what to change."""
+    total = sum(seconds_bound.values())
+    if total <= 0:
+        return "too short to say what bounded it"
+    shares = sorted(seconds_bound.items(), key=lambda item: -item[1])
+    words = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares if seconds / total >= 0.05)
+    return f"bounded by {words}; {ADVICE[shares[0][0]]}"
+
+
+# ---- supervise -------------------------------------------------------------------------------------------------------
+# The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
+#
+# 1. gone: its process has ended. Noticed at once.
+# 2. frozen: for `stall_timeout_s` no token was generated and no page answered while pages were in flight, or its API
+#    did not answer at all. Where tokens can't be counted, patience is three times the slowest answer, if that is more.
+# 3. restart: the process group is killed, and after a pause the server is started at the same address, at most
+#    `max_restarts` times in a run; it must pass the canary again.
+# 4. strike: every page that was asked of the server that died and had no result gets one.
+# 5. alone: pages with two strikes are then asked one by one, with nothing else in flight.
+# 6. quarantine: a page with which the server dies even then becomes an error row.
+#
+# A server that is not ours is only watched: it is named when it freezes, and waited for.
+
+
+LOOK_EVERY_S = 0.5
+PROBE_EVERY_S = 5.0
+STRIKES_BEFORE_ALONE = 2
+LONGEST_BACKOFF_S = 60.0
+# Counters that grow with every step of a working engine.
+COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
+
+
+@dataclass(frozen=True)
+class Vigilance:
+    """How the watchdog is set."""
+
+    stall_timeout_s: float = 60.0
+    max_restarts: int = 10
+    first_backoff_s: float = 1.0
+
+
+class Supervisor:
+    """Watches a server for the pages that are asked of it."""
+
+    def __init__(self, server: Server, vigilance: Vigilance, on_restart: Callable[[], None]) -> None:
+        self._server = server
+        self._vigilance = vigilance
+        self._on_restart = on_restart
+        self._life = 1  # counts the servers of this run, the first one too
+        self._is_up = True
+        self._visits: set[Visit] = set()
+        self._alone: list[Visit] = []  # whose turn it is stands first
+        self._changed = asyncio.Condition()
+        self._nudge, self._looked = asyncio.Event(), asyncio.Event()
+        self._restarts = 0
+        self._failures = 0  # starts since the last answer
+        self._answers_at_restart = self._answers = 0
+        self._slowest_s = server.canary_s
+        self._last_sign = self._last_probe = time.monotonic()
+        self._counted: float | None = None
+        self._was_named = False
+
+    # What the pages call
+
+    @contextlib.contextmanager
+    def visit(self, row: int) -> Iterator[Visit]:
+        """Keep account of a page until it has its result."""
+        visit = Visit(row)
+        self._visits.add(visit)
+        try:
+            yield visit
+        finally:
+            self._visits.discard(visit)
+            if visit in self._alone:
+                self._alone.remove(visit)
+                self._wake()
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+        if not self._may_go(visit):
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._may_go(visit))
+        if not any(other.life == self._life for other in self._visits):
+            self._last_sign = time.monotonic()  # nothing was in flight: the engine was idle, not frozen
+        visit.life = self._life
+
+    def _may_go(self, visit: Visit) -> bool:
+        return visit.quarantined or (self._is_up and (not self._alone or self._alone[0] is visit))
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+        self._answers += 1
+        self._slowest_s = max(self._slowest_s, latency_s)
+        self._last_sign = time.monotonic()
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone; looks anew."""
+        if visit.life == self._life and self._is_up and self._server.keeper:
+            self._looked.clear()
+            self._nudge.set()
+            await self._looked.wait()
+        return visit.life != self._life or not self._is_up
+
+    # The watch
+
+    async def watch(self) -> None:
+        """Keep the server up; return never. Raises `EngineError` when it can't be kept up."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nudge.wait(), LOOK_EVERY_S)
+            self._nudge.clear()
+            trouble = await self._trouble()
+            if trouble:
+                self._is_up = False
+            self._looked.set()
+            if trouble:
+                await self._recover(trouble)
+
+    def _asked(self) -> list[Visit]:
+        """Return the pages that the server now has, or had when it died."""
+        return [visit for visit in self._visits if visit.life == self._life]
+
+    async def _trouble(self) -> str | None:
+        """Look: is it gone, is it frozen? Says what is wrong."""
+        keeper = self._server.keeper
+        if keeper and keeper.spawned and (ended := keeper.spawned.how_it_ended()):
+            return ended
+        now = time.monotonic()
+        if not self._asked():
+            self._last_sign = now
+            return None
+        answers = True
+        if now - self._last_probe >= min(PROBE_EVERY_S, self._vigilance.stall_timeout_s / 4):
+            answers = await self._probe()
+            self._last_probe = time.monotonic()
+        silent_s = time.monotonic() - self._last_sign
+        if silent_s <= self._patience_s():
+            self._was_named = False
+            return None
+        how = "no token and no page came from it" if answers else "its API does not answer"
+        trouble = f"the server is frozen: {how} for {duration(silent_s)}, with {len(self._asked())} pages in flight"
+        if keeper and keeper.spawned:
+            return f"{trouble}. {keeper.spawned.log_words()}"
+        if not self._was_named:
+            self._was_named = True
+            say(f"{trouble}; it is not ours to restart, so we wait")
+        return None
+
+    def _patience_s(self) -> float:
+        known = self._vigilance.stall_timeout_s
+        return known if self._counted is not None else max(known, 3 * self._slowest_s)
+
+    async def _probe(self) -> bool:
+        """Count the server's tokens where it tells; whether it answered at all."""
+        url, key = self._server.endpoint.base_url.removesuffix("/v1"), self._server.endpoint.api_key
+        try:
+            status, body = await asyncio.to_thread(fetch, f"{url}/metrics", key)
+        except (OSError, ValueError):
+            return False
+        counted = count_work(body) if status == 200 else None
+        if counted is not None and counted != self._counted:
+            self._last_sign = time.monotonic()
+        self._counted = counted
+        return True
+
+    async def _recover(self, trouble: str) -> None:
+        keeper, lost = self._server.keeper, self._asked()
+        assert keeper is not None
+        self._judge(lost)
+        while True:
+            if self._restarts >= self._vigilance.max_restarts:
+                raise EngineError(
+                    trouble
+                    if not self._restarts
+                    else f"the server was started again {self._restarts} times (--max-restarts), and in vain. {trouble}"
+                )
+            self._restarts += 1
+            self._on_restart()
+            say(
+                f"{trouble}\nstarting it again ({self._restarts} of at most {self._vigilance.max_restarts}); "
+                f"{len(lost)} pages that were in flight are asked again"
+            )
+            try:
+                self._server = await self._in_thread(functools.partial(keeper.restart, self._backoff_s()))
+                break
+            except EngineError as error:
+                trouble = str(error)
+        self._life += 1
+        self._last_sign, self._counted, self._is_up = time.monotonic(), None, True
+        self._wake()
+
+    def _judge(self, lost: list[Visit]) -> None:
+        """Give strikes to the pages that were with a server that died; quarantine one that was with it alone."""
+        for visit in lost:
+            visit.strikes += 1
+        if self._alone and self._alone[0] in lost:
+            culprit = self._alone.pop(0)
+            culprit.quarantined = True
+            say(f"row {culprit.row} is {culprit.reason()}")
+        suspects = [visit for visit in lost if visit.strikes >= STRIKES_BEFORE_ALONE and not visit.quarantined]
+        self._alone += [visit for visit in suspects if visit not in self._alone]
+
+    def _backoff_s(self) -> float:
+        """Return the pause before a start: longer each time that no page was answered in between."""
+        self._failures = 1 if self._answers > self._answers_at_restart else self._failures + 1
+        self._answers_at_restart = self._answers
+        return min(LONGEST_BACKOFF_S, self._vigilance.first_backoff_s * 2.0 ** (self._failures - 1))
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        """Do what blocks in a thread; when we are cancelled meanwhile, have it end at once."""
+        assert self._server.keeper is not None
+        try:
+            return await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            self._server.keeper.give_up()
+            raise
+
+    def _wake(self) -> None:
+        """Let those who wait for their turn look again."""
+
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._waking = asyncio.get_running_loop().create_task(notify())
+
+
+def count_work(metrics: bytes) -> float | None:
+    """Return the sum of the counters that grow while the engine works; None where the page has none of them."""
+    found = [line for line in metrics.decode(errors="replace").splitlines() if line.startswith(COUNTERS)]
+    values: list[float] = []
+    for line in found:
+        with contextlib.suppress(ValueError):
+            values.append(float(line.rpartition(" ")[2]))
+    return sum(values) if values else None
 
 
 # ---- driver ----------------------------------------------------------------------------------------------------------
@@ -3160,27 +5403,45 @@ class DriverOptions(CommonOptions):
     retry_for: float = option(
         600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
     )
+    stall_timeout: float = option(
+        60.0,
+        "engine",
+        "seconds without a token and without a page, while pages are in flight, after which our server is started anew",
+        metavar="S",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10, "engine", "how often a server of ours that died or froze is started again in a run", metavar="N", minimum=0
+    )
+    keep_server: bool = option(
+        False, "engine", "leave the server that we start running when the run has ended well, and say how to use it"
+    )
 
 
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
         model=options.model,
+        trust=required(run.profile, run.question, options, min(options.request_timeout, options.startup_timeout)),
         url=options.server,
         command=options.serve_command,
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
         vllm_args=engine_args(run),
         startup_timeout_s=options.startup_timeout,
+        keep=options.keep_server,
         hint=hosted_command(run, run.profile.image, OTHERWISE),
     )
 
 
-async def drive(job: Job, run: Run, options: DriverOptions, server: Server) -> None:
-    """Keep the server busy with the pages of the job, and show how it goes."""
+async def drive(
+    job: Job, run: Run, options: DriverOptions, server: Server, window: Window, telemetry: TextIO | None = None
+) -> None:
+    """Keep the server busy with the pages of the job, as many as the window has places, and show how it goes."""
     import openai
 
-    assert run.tally is not None
+    tally = run.tally
+    assert tally is not None
     timeout = openai.Timeout(options.request_timeout, connect=min(10.0, options.request_timeout))
     url = server.endpoint.base_url
     async with openai.AsyncOpenAI(
@@ -3191,16 +5452,258 @@ async def drive(job: Job, run: Run, options: DriverOptions, server: Server) -> N
         # a proxy named in the environment is not for loopback
         http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_local(url), timeout=timeout),
     ) as client:
+
+        def note_retry(failure: Failure) -> None:
+            tally.retry(failure.reason)
+            window.trouble(failure.trouble)
+
+        vigilance = Vigilance(options.stall_timeout, options.max_restarts)
         asker = Asker(
             client,
             server.endpoint.model,
             run.question,
             retry_for_s=options.retry_for,
-            on_retry=run.tally.retry,
-            watch=server.watch,
+            on_retry=note_retry,
+            guard=Supervisor(server, vigilance, run.tally.restarted),
         )
-        with progress_shown(run.tally):
-            await run_job(job, asker, run.tally)
+        gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
+        steering = Steering(window, lambda: gauges.latest, lambda: tally.preparing, count_cores(), telemetry)
+        with beside(gauges.run(), steering.steer()), progress_shown(tally):
+            await run_job(job, asker, tally, window)
+
+
+async def _page_text(key: str, url: str) -> str | None:
+    """Fetch a page in a thread: its text, or None where it is not there."""
+    status, body = await asyncio.to_thread(fetch, url, key)
+    return body.decode(errors="replace") if status == 200 else None
+
+
+# ---- interrupt -------------------------------------------------------------------------------------------------------
+# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+
+
+ResultT = TypeVar("ResultT")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.exit_code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+
+class Interrupts:
+    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
+
+    `last_will` runs before such an end: it must be quick and must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.last_will: Callable[[], None] | None = None
+        self._cancel: Callable[[], object] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals within."""
+        # a hangup that `nohup` has us ignore stays ignored
+        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
+
+        async def cancellable() -> ResultT:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                return await work
+            finally:
+                self._cancel = None
+
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if self.number is None:
+                raise
+            raise Interrupted(self.number) from None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number is not None:
+            if self.last_will:
+                self.last_will()
+            os._exit(128 + number)
+        self.number = number
+        if self._cancel is None:
+            raise Interrupted(number)
+        self._cancel()
+
+
+# ---- ending ----------------------------------------------------------------------------------------------------------
+# How a run ends: what is in the output is counted, the card written, the blocks published, the exit code found.
+
+
+AskAll = Callable[[Run, Sequence[int], ExitStack, Interrupts], None]
+
+
+def carry_out(run: Run, ask_all: AskAll) -> int:
+    """Check, ask about every page, take stock, publish; whatever happens, say so and return the exit code.
+
+    `ask_all` writes the blocks whose numbers it is given. It gets a stack to put its engine on: what is on it is closed
+    on every way out.
+    """
+    # A corrupt EXIF block is worth no line on stderr; a picture that can't be read is refused by name.
+    warnings.filterwarnings("ignore", module="PIL")
+    interrupts = Interrupts()
+    message, code = "done", 0
+    with interrupts.caught():
+        try:
+            preflight(run)
+            try:
+                _write_blocks(run, ask_all, interrupts)
+            finally:
+                take_stock(run)
+            finish(run)
+        except Interrupted as stop:
+            message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
+        except JobError as error:
+            message, code = str(error), error.exit_code
+            if interrupts.number:  # what else went wrong then is its consequence
+                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except Exception as error:
+            say_end(run, 1, f"{type(error).__name__}: {error}")
+            raise
+        if code:
+            say(f"{run.script}: {message}")
+        say_end(run, code, message)
+    return code
+
+
+def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
+    with run.at.blocks.locked():
+        if run.options.overwrite:
+            run.at.blocks.remove_all()
+        todo = run.todo()
+        if todo:
+            with ExitStack() as stack:
+                ask_all(run, todo, stack, interrupts)
+
+
+def take_stock(run: Run) -> None:
+    """Count what the closed blocks hold and write the card, whatever the end was.
+
+    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
+    its own pages are counted.
+    """
+    at = run.at
+    closed = at.blocks.closed()
+    shared = run.way.streams and run.output.repo_id is not None
+    if (shared or run.way.shard.count > 1) and not run.is_complete():
+        run.statuses = Counter(run.tally.statuses if run.tally else {})
+        return
+    if not closed:
+        return
+    run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
+    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
+    info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
+    write = publish_card if shared else write_card
+    write(
+        run.output,
+        # a local path says nothing to others
+        input_name=Path(run.options.input).name if at.source.roots else run.options.input,
+        plan=at.plan,
+        statuses=run.statuses,
+        facts={**info, "speed": speed},
+        command=run.command(),
+    )
+
+
+def finish(run: Run) -> None:
+    """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
+    if run.output.repo_id and not run.way.streams:
+        private = is_private(run, run.at.source)
+        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
+        say(f"published: {where}")
+    for title, text in first_texts(run, run.options.show):
+        say(f"\n── {title} ──\n{text}")
+    column = run.options.output_column
+    failed = sum(count for status, count in run.statuses.items() if status not in SOUND)
+    share = failed / max(1, run.statuses.total())
+    if share > run.options.max_failure_rate:
+        raise JobError(
+            f"{failed} of {run.statuses.total()} pages failed ({share:.1%}; --max-failure-rate is "
+            f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
+        )
+
+
+def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
+    """Return (title, text) of the first `count` pages of the output."""
+    text, status, error, _ = new_columns(run.options.output_column)
+    image = None if run.way.results_only else run.at.source.image_column
+    shown: list[tuple[str, str]] = []
+    for number in sorted(run.at.blocks.closed()):
+        if len(shown) >= count:
+            break
+        table = run.at.blocks.read(number, [text, status, error, *([image] if image else [])])
+        for row in table.slice(0, count - len(shown)).to_pylist():
+            cell = row.get(image)
+            name = (cell.get("path") if isinstance(cell, dict) else None) or f"page {len(shown)}"
+            shown.append((f"{name} ({row[status]})", row[text] or row[error] or ""))
+    return shown
+
+
+def refuse(script: str, options: CommonOptions, error: JobError) -> int:
+    """Say, to people and to programs, why a run did not begin; return the exit code."""
+    say(f"{script}: {error}")
+    outcome = Outcome(
+        input=options.input,
+        output=options.output,
+        split=None,
+        model=options.model,
+        engine=None,
+        exit_code=error.exit_code,
+        message=str(error),
+        seconds=0.0,
+        tally=None,
+        statuses={},
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
+    return error.exit_code
+
+
+def say_end(run: Run, code: int, message: str) -> None:
+    """Write the last line for people, and the JSON line for programs."""
+    if run.tally and run.tally.done:
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
+        took = duration(time.monotonic() - run.started)
+        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
+    outcome = Outcome(
+        input=run.options.input,
+        output=str(run.output),
+        split=run.opened.plan.split if run.opened else None,
+        model=run.options.model,
+        engine=run.engine,
+        exit_code=code,
+        message=message,
+        seconds=time.monotonic() - run.started,
+        tally=run.tally,
+        statuses=run.statuses,
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
@@ -3236,14 +5739,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carry_out(run, functools.partial(ask_server, options, wanted))
 
 
-def ask_server(options: ServerOptions, wanted: Wanted, run: Run, stack: ExitStack, interrupts: Interrupts) -> None:
-    """Get a server and have it read every page that has no result yet."""
+def ask_server(
+    options: ServerOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
+) -> None:
+    """Get a server and have it read the pages of the blocks `todo`."""
     server = stack.enter_context(running_server(wanted))
-    if server.spawned:
-        interrupts.last_will = server.spawned.kill
+    if server.keeper:
+        interrupts.last_will = server.keeper.kill
     run.engine = server.engine
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
-    interrupts.run(drive(make_job(run, options.concurrency), run, options, server))
+    window = fixed_window(options.concurrency, ahead=2 * count_cores())
+    interrupts.run(drive(make_job(run, todo), run, options, server, window))
 
 
 if __name__ == "__main__":

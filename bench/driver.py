@@ -2,7 +2,7 @@
 
     python bench/driver.py                      32, 128 and 256 in flight, three rounds: about an hour
     python bench/driver.py --quick              one round, few pages: some ten minutes
-    python bench/driver.py --only ours --in-flight 256 --rounds 1
+    python bench/driver.py --only ours --in-flight 256 --rounds 1 --our-options="--block-rows 64"
 
 For each number in flight the contestants take turns. The stub holds all pages until the window is full for the first
 time, so it is, on any machine; then it answers. It runs in its own process and is not counted. What is counted is the
@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -67,21 +68,26 @@ class Figures:
     most_in_flight: float
 
 
-def command_of(contestant: str, dataset: Path, output: Path, url: str, in_flight: int) -> list[str]:
+def command_of(
+    contestant: str, dataset: Path, output: Path, url: str, in_flight: int, our_options: list[str]
+) -> list[str]:
     """The command line of a client."""
     script = {"ours": ROOT / "lighton-ocr-server.py", "reference": ROOT / "bench" / "reference_client.py"}[contestant]
     target = output if contestant == "ours" else output.with_suffix(".parquet")
     words = [sys.executable, str(script), str(dataset), str(target), "--server", url, "--model", MODEL]
-    return [*words, "--concurrency", str(in_flight)]
+    ours = ["--no-canary", *our_options] if contestant == "ours" else []
+    return [*words, "--concurrency", str(in_flight), *ours]
 
 
-def measure(contestant: str, dataset: Path, scratch: Path, pages: int, in_flight: int) -> Measured:
+def measure(
+    contestant: str, dataset: Path, scratch: Path, pages: int, in_flight: int, our_options: list[str]
+) -> Measured:
     """Run a client over a dataset against a fresh stub."""
     # No cache of an earlier run helps.
     environment = os.environ | {"HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     service_s = SECONDS_PER_PAGE_IN_FLIGHT * in_flight
     with StubVllm("--max-num-seqs", "0", "--seconds-per-page", str(service_s)) as stub:
-        command = command_of(contestant, dataset, scratch / "out", stub.url, in_flight)
+        command = command_of(contestant, dataset, scratch / "out", stub.url, in_flight, our_options)
         started, started_at = time.monotonic(), time.time()
         log = (scratch / "log").open("w+")
         client = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -158,11 +164,12 @@ def figures(runs: list[Measured], start: Measured, in_flight: int) -> Figures:
 def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Run everything; return all that was measured."""
     scans = [scan(number) for number in range(DISTINCT_PAGES)]
+    our_options = shlex.split(options.our_options)
     contestants = [options.only] if options.only else list(CONTESTANTS)
     one_page = write_dataset(scratch / "pages-1", scans[:1])
     starts = {}
     for contestant in contestants:
-        runs = [run_once(contestant, one_page, 1, 1) for _ in range(options.rounds)]
+        runs = [run_once(contestant, one_page, 1, 1, our_options) for _ in range(options.rounds)]
         starts[contestant] = sorted(runs, key=lambda run: run.cpu_s)[len(runs) // 2]
     found: dict[str, Any] = {"start": {name: dataclasses.asdict(run) for name, run in starts.items()}, "in_flight": {}}
     print(HEAD, flush=True)
@@ -173,7 +180,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         runs_of: dict[str, list[Measured]] = {contestant: [] for contestant in contestants}
         for _ in range(options.rounds):
             for contestant, runs in runs_of.items():
-                runs.append(run_once(contestant, dataset, pages, in_flight))
+                runs.append(run_once(contestant, dataset, pages, in_flight, our_options))
         medians = {name: figures(runs, starts[name], in_flight) for name, runs in runs_of.items()}
         for contestant, of_it in medians.items():
             print(line(str(in_flight), contestant, dataclasses.astuple(of_it)), flush=True)
@@ -188,10 +195,10 @@ def compare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def run_once(contestant: str, dataset: Path, pages: int, in_flight: int) -> Measured:
+def run_once(contestant: str, dataset: Path, pages: int, in_flight: int, our_options: list[str]) -> Measured:
     """One run in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="bench-run-") as scratch:
-        return measure(contestant, dataset, Path(scratch), pages, in_flight)
+        return measure(contestant, dataset, Path(scratch), pages, in_flight, our_options)
 
 
 HEAD = f"{'in flight':>9}  {'client':<10}" + "".join(
@@ -214,6 +221,7 @@ def main() -> int:
     parser.add_argument("--pages", type=int, metavar="N", help="pages a run (default: three for each in flight)")
     parser.add_argument("--rounds", type=int, metavar="N", help="runs of each client (default: 3, --quick 1)")
     parser.add_argument("--only", choices=CONTESTANTS, help="one client alone")
+    parser.add_argument("--our-options", default="", metavar="WORDS", help="more options for lighton-ocr-server.py")
     parser.add_argument("--quick", action="store_true", help="one round, five quarters of a window of pages")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all that was measured")
     options = parser.parse_args()

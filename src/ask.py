@@ -13,8 +13,9 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import EngineError
 from .pages import Page, Refusal, data_url
@@ -43,17 +44,55 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish."""
+    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish.
+
+    `trouble` is what it says of a server: `refused` (it has too much to do), `timeout`, or `failed`.
+    """
 
     kind: str
     reason: str
     retry_after_s: float = 0.0
+    trouble: str = "failed"
+
+
+@dataclass(eq=False)
+class Visit:
+    """A page on its way through the server. `life` is that of the server it was last asked of, `strikes` its deaths."""
+
+    row: int
+    strikes: int = 0
+    life: int = 0
+    quarantined: bool = False
+
+    def reason(self) -> str:
+        """Say why a quarantined page has no text."""
+        return f"quarantined: the server died {self.strikes} times while it read this page, the last time with it alone"
+
+
+class Guard(Protocol):
+    """Who knows whether the server lives, and whose turn it is."""
+
+    def visit(self, row: int) -> AbstractContextManager[Visit]:
+        """Keep account of a page until it has its result."""
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone."""
+
+    def watch(self) -> Coroutine[Any, Any, None]:
+        """Return never, or raise when the engine is gone for good."""
 
 
 class Body:
     """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: list[bytes], row: int) -> None:
+        self.row = row
         self.num_bytes = sum(map(len, pieces))
         self._pieces = pieces[::-1]
 
@@ -62,6 +101,10 @@ class Body:
             piece = self._pieces.pop()
             for start in range(0, len(piece), SEND_BYTES):
                 yield piece[start : start + SEND_BYTES]
+
+    def whole(self) -> bytes:
+        """Return all of it at once."""
+        return b"".join(reversed(self._pieces))
 
 
 def request_body(page: Page, row: int, question: Question, model: str) -> Body:
@@ -75,7 +118,7 @@ def request_body(page: Page, row: int, question: Question, model: str) -> Body:
     if question.chat_template_kwargs:
         request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
     head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
-    return Body([head.encode(), data_url(page).encode(), tail.encode()])
+    return Body([head.encode(), data_url(page).encode(), tail.encode()], row)
 
 
 class Asker:
@@ -88,10 +131,11 @@ class Asker:
         question: Question,
         *,
         retry_for_s: float,
-        on_retry: Callable[[str], None],
-        watch: Callable[[], Coroutine[Any, Any, None]],
+        on_retry: Callable[[Failure], None],
+        guard: Guard,
     ) -> None:
-        self.watch = watch
+        self.watch = guard.watch
+        self._guard = guard
         self._client = client
         self._model = model
         self._question = question
@@ -109,10 +153,19 @@ class Asker:
 
         Raises `EngineError` where the fault is not the page's.
         """
-        attempts = 0
+        with self._guard.visit(body.row) as visit:
+            return await self._ask(visit, body, again)
+
+    async def _ask(self, visit: Visit, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        attempts = life = 0
         give_up_at = failed_at = float("inf")
         request: Body | Refusal = body
         while not isinstance(request, Refusal):
+            await self._guard.turn(visit)
+            if visit.quarantined:
+                return PageResult(None, "error", error=visit.reason(), attempts=attempts)
+            if life != visit.life:  # another server, another chance
+                life, give_up_at, failed_at = visit.life, float("inf"), float("inf")
             attempts += 1
             started = time.monotonic()
             try:
@@ -122,12 +175,18 @@ class Asker:
                 failure = sort_error(error)
             else:
                 self._last_answer = time.monotonic()
+                self._guard.answered(result.latency_s)
                 return result
+            if failure.kind == "transient" and await self._guard.is_lost(visit):
+                self._on_retry(failure)
+                await self._guard.turn(visit)  # the page is made anew when it can be sent, not for the wait
+                request = await again()
+                continue
             now = time.monotonic()
             give_up_at = min(give_up_at, now + self._retry_for_s)
             if failure.kind == "transient" and now < give_up_at:
                 failed_at = now
-                self._on_retry(failure.reason)
+                self._on_retry(failure)
                 await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
                 request = await again()
                 continue
@@ -201,7 +260,7 @@ def sort_error(error: Exception) -> Failure:
     import openai
 
     if isinstance(error, openai.APITimeoutError):
-        return Failure("transient", "the request timed out (--request-timeout)")
+        return Failure("transient", "the request timed out (--request-timeout)", trouble="timeout")
     if isinstance(error, openai.APIConnectionError):
         return Failure("transient", f"connection failed: {_root_cause(error)}")
     if isinstance(error, openai.APIStatusError):
@@ -213,7 +272,8 @@ def sort_error(error: Exception) -> Failure:
         if error.status_code == 404:
             return Failure("systemic", f"{reason}. Check --server and --model")
         if error.status_code in {408, 409, 425, 429} or error.status_code >= 500:
-            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")))
+            trouble = {408: "timeout", 429: "refused", 503: "refused"}.get(error.status_code, "failed")
+            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")), trouble)
         return Failure("permanent", reason)
     return Failure("transient", f"no chat completion came back: {type(error).__name__}: {error}")
 

@@ -10,22 +10,23 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import UsageError
+from .result import SOUND, PageResult
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from .result import PageResult
-
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
 LAYOUT_VERSION = 1
 INFO_COLUMN = "inference_info"
+ROW_COLUMN = "row_index"
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class BlockPlan:
         """Which of the wanted rows block `number` holds."""
         return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
 
-    def file_name(self, number: int) -> str:
-        """Return the name of block `number`, relative to the output."""
-        return f"data/{self.split}-{number:06d}.parquet"
+
+def block_name(split: str, number: int) -> str:
+    """Return the name of a block's file, relative to the output."""
+    return f"data/{split}-{number:06d}.parquet"
 
 
 def block_number(split: str, file_name: str) -> int | None:
@@ -54,12 +56,53 @@ def block_number(split: str, file_name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class BlockFolder:
-    """The blocks of one split in a local folder."""
+@dataclass(frozen=True)
+class Shard:
+    """One of several runs that share an output: its blocks are those whose number is `index` modulo `count`."""
 
-    def __init__(self, root: Path, split: str) -> None:
+    index: int = 0
+    count: int = 1
+
+    def holds(self, number: int) -> bool:
+        """Whether block `number` is this shard's."""
+        return number % self.count == self.index
+
+
+WHOLE = Shard()
+
+
+class Blocks(Protocol):
+    """The blocks of one split of an output, wherever they lie."""
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are there."""
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, and nothing else."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep a second run out of what this one writes, and leave nothing half done behind."""
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write block `number`, whole or not at all."""
+
+
+class BlockFolder:
+    """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
+
+    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
         self.root = root
         self.split = split
+        self._shard = shard
         self._data = root / "data"
 
     def closed(self) -> set[int]:
@@ -71,7 +114,17 @@ class BlockFolder:
 
     def path(self, number: int) -> Path:
         """Where block `number` is, or will be."""
-        return self._data / f"{self.split}-{number:06d}.parquet"
+        return self.root / block_name(self.split, number)
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return str(self.path(number))
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+        import pyarrow.parquet as pq
+
+        return pq.read_table(self.path(number), columns=columns)
 
     def stored_settings(self) -> bytes | None:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
@@ -90,7 +143,7 @@ class BlockFolder:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
         try:
             self._data.mkdir(parents=True, exist_ok=True)
-            lock = (self._data / f".{self.split}.lock").open("w")
+            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
         except OSError as error:
             raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
         with lock:
@@ -101,7 +154,9 @@ class BlockFolder:
                     f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
                 ) from None
             for leftover in self._data.glob(f".{self.split}-*.tmp"):
-                leftover.unlink(missing_ok=True)
+                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+                if number is not None and self._shard.holds(number):
+                    leftover.unlink(missing_ok=True)
             yield
 
     def write(self, number: int, table: pa.Table) -> None:
@@ -156,18 +211,27 @@ def check_columns(schema: pa.Schema, output_column: str) -> None:
         )
 
 
-def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, Any]) -> pa.Schema:
-    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept."""
+def output_schema(
+    schema: pa.Schema, output_column: str, settings: Mapping[str, Any], *, without: str | None = None
+) -> pa.Schema:
+    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
+
+    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
+    """
     import datasets
     import pyarrow as pa
 
     text, status, error, tokens = new_columns(output_column)
-    kept = [column for column in schema if column.name != INFO_COLUMN]
+    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
+    if without is not None:
+        kept.append(pa.field(ROW_COLUMN, pa.int64()))
     strings = [pa.field(name, pa.string()) for name in (text, status, error)]
     added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
     features = datasets.Features.from_arrow_schema(schema)
-    features.pop(INFO_COLUMN, None)
-    for column in added:
+    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
+    for column in [*kept, *added]:
+        if column.name in features:
+            continue
         features[column.name] = datasets.Value(str(column.type))
     metadata = {
         **(schema.metadata or {}),
@@ -178,9 +242,20 @@ def output_schema(schema: pa.Schema, output_column: str, settings: Mapping[str, 
 
 
 def block_table(
-    rows: pa.Table, results: Sequence[PageResult], schema: pa.Schema, output_column: str, info: Mapping[str, Any]
+    rows: pa.Table,
+    results: Sequence[PageResult],
+    schema: pa.Schema,
+    output_column: str,
+    info: Mapping[str, Any],
+    *,
+    addresses: Sequence[int] = (),
+    kept_info: Sequence[str | None] = (),
 ) -> pa.Table:
-    """Join rows and results, one each in the same order, to the table of a block."""
+    """Join rows and results, one each in the same order, to the table of a block.
+
+    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
+    `inference_info` of the rows whose results an earlier run left; None for those of this run.
+    """
     import pyarrow as pa
 
     if len(results) != rows.num_rows:
@@ -198,7 +273,12 @@ def block_table(
             strict=True,
         )
     )
-    values[INFO_COLUMN] = [appended_info(before, info) for before in earlier]
+    values[INFO_COLUMN] = [
+        kept or appended_info(before, info)
+        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
+    ]
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:
+        values[ROW_COLUMN] = [int(address) for address in addresses]
     columns = [
         pa.chunked_array([pa.array(values[column.name], type=column.type)])
         if column.name in values
@@ -206,6 +286,35 @@ def block_table(
         for column in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """What an earlier run left of a row: its result and its `inference_info`."""
+
+    result: PageResult
+    info: str | None
+
+
+def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow | None]:
+    """Return what a closed block holds of each row; None for the rows that failed."""
+    text, status, error, tokens = new_columns(output_column)
+    table = blocks.read(number, [text, status, error, tokens, INFO_COLUMN])
+    return [
+        KeptRow(PageResult(row[text], row[status], error=row[error], tokens=row[tokens]), row[INFO_COLUMN])
+        if row[status] in SOUND
+        else None
+        for row in table.to_pylist()
+    ]
+
+
+def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
+    """Count the statuses of all rows in some closed blocks."""
+    column = new_columns(output_column)[1]
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        counts.update(blocks.read(number, [column])[column].to_pylist())
+    return counts
 
 
 def appended_info(before: str | None, info: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def what_is_wrong(canary: Canary, result: PageResult) -> str | None:
         return result.error or "no answer"
     if re.search(r"</?think(ing)?>", answer):
         return f"it thinks aloud, which must be off: {seen}"
-    if result.status == "repetition" or loops(answer):
+    if result.status == "repetition" or ends_in_a_loop(answer):
         return f"it repeats itself: {seen}"
     if not plain(answer):
         return f"it read no letter: {seen}"
@@ -112,11 +112,7 @@ def error_rate(truth: str, answer: str) -> float:
     return row[-1] / max(1, len(wanted))
 
 
-def loops(text: str) -> bool:
+def ends_in_a_loop(text: str) -> bool:
     """Whether a text ends in one piece over and over: six times or more, and more than 40 characters in all."""
-    return re.search(r"(.{1,80}?)\1{5,}\s*\Z", text, re.DOTALL) is not None and len(_tail(text)) > 40
-
-
-def _tail(text: str) -> str:
-    found = re.search(r"(.{1,80}?)\1{5,}\s*\Z", text, re.DOTALL)
-    return found[0] if found else ""
+    found = re.search(r"(.{1,80}?)\1{5,}\s*\Z", text[-2000:], re.DOTALL)
+    return found is not None and len(found[0]) > 40

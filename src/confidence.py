@@ -15,7 +15,8 @@ class Confidence:
     """Token probabilities of a page, 0 to 1: their mean, and the mean of the least sure window of neighbours.
 
     `lowest_at` is the index of that window's first token. A page may read well on the whole and have one bad line: the
-    mean hides it, the window shows it.
+    mean hides it, the window shows it. (On a page of few windows, `lowest` may lie above `mean`: the tokens at the ends
+    stand in fewer windows.)
     """
 
     mean: float
@@ -40,7 +41,7 @@ def page_confidence(logprobs: Sequence[float | None], window: int = WINDOW_TOKEN
     lowest_at = min(range(len(means)), key=means.__getitem__)
     mean = math.fsum(chances) / len(chances)
     lowest = math.fsum(chances[lowest_at : lowest_at + width]) / width
-    return Confidence(mean=mean, lowest=min(lowest, mean), lowest_at=lowest_at)
+    return Confidence(mean=mean, lowest=lowest, lowest_at=lowest_at)
 
 
 def _probability(logprob: float | None) -> float:

@@ -3,13 +3,14 @@ r"""Escaped math delimiters repaired: `\$x\$` becomes `$x$`, while prices keep t
 A known quirk of the models (FACTS §1). Two escaped dollars are a pair of delimiters if all of this holds:
 
 1. They stand on one line, no other dollar is between them, and none stands right beside them.
-2. The first follows no Latin letter and no digit (`US\$`, `5\$`), the second precedes no digit (`\$5-\$10`).
+2. The first follows no Latin letter and no digit (`US\$`, `5\$`), the second precedes no digit (`\$5-\$10`), nor
+   white space and a digit if a digit follows the first (`\$5 = US\$ 7`).
 3. What is between has no white space at its ends, or else at both ends and a math sign in it; then it loses that.
 4. It does not end like half a sentence about prices: in an operator, an opening bracket, `:` or `;`, nor in `.` or
    `,` after a number. Its braces are balanced. It holds no HTML tag, and in a row of a table no bar.
-5. It reads as math: it has a LaTeX command, `^`, `_`, `=`, `<`, `>`, `+`, `|`, or is one number, or names of at most
-   three letters with brackets, numbers, commas and operators. Two plain words in a row are prose, whatever else is
-   there, but for those inside of `\text{…}` and its like.
+5. It reads as math: it has a LaTeX command, `^`, `_`, `=`, `<`, `>`, `+`, `|`, or is one number, numbers in brackets,
+   or names of at most three letters with brackets, numbers, commas and operators; from a number on, without white
+   space. Two plain words in a row are prose, whatever else is there, but for those inside of `\text{…}` and its like.
 
 `\$\$…\$\$` is a displayed formula under the same rules, but may span lines, no empty one, and needs a math sign:
 `\$\$` is also how restaurants are rated. An escaped dollar that belongs to no pair stays, and so does all that stands
@@ -24,7 +25,7 @@ import re
 CODE = (
     r"(?m:^[ \t]*(?P<fence>`{3,}|~{3,})[^\n]*\n(?:[^\n]*\n)*?(?:[ \t]*(?P=fence)[`~]*[ \t]*$|[^\n]*\Z))"
     r"|<(?P<tag>pre|code)\b[^>]*>(?s:.*?)(?:</(?P=tag)>|\Z)"
-    r"|(?<![`\\])(?P<ticks>`+)(?!`)(?:(?!\n[ \t]*\n)(?s:.))*?(?<!`)(?P=ticks)(?!`)"
+    r"|(?<![`\\])(?P<ticks>`{1,9})(?!`)(?:(?!\n[ \t]*\n)(?s:.))*?(?<!`)(?P=ticks)(?!`)"
 )
 MATH_ALREADY = (
     r"(?<![\\$])\$\$(?!\$)(?:(?!\n[ \t]*\n)(?s:.)){1,4000}?(?<!\\)\$\$(?!\$)"
@@ -46,7 +47,7 @@ WORDS_INSIDE = re.compile(
 )
 TWO_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[,.]?\s+(?![a-zA-Z]\b)[a-zA-Z]{2,}")
 SHORT_EXPRESSION = re.compile(r"(?:[\s\d.,%°'’!()\[\]/*:–-]|(?<![a-zA-Z])[a-zA-Z]{1,3}(?![a-zA-Z]))+")
-PLAIN_NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*%?")
+NUMBERS_ALONE = re.compile(r"-?\d+(?:[.,]\d+)*%?|[(\[]-?[\d.]+(?:,\s*-?[\d.]+)*[)\]]")
 
 
 def fix_dollars(text: str) -> str:
@@ -90,10 +91,11 @@ def _fits_around(text: str, start: int, end: int, inside: str, *, is_display: bo
     if re.match(r"[A-Za-z0-9]", text[start - 1 : start]):
         return False
     is_padded = inside[:1].isspace() and inside[-1:].isspace()
-    if re.match(r"\s?\d" if is_padded and not is_display else r"\d", text[end : end + 2]):
-        return False
     if is_display:
-        return True
+        return not text[end : end + 1].isdigit()
+    begins_like_a_price = is_padded or inside[0].isdigit()
+    if re.match(r"\s?\d" if begins_like_a_price else r"\d", text[end : end + 2]):
+        return False
     if is_padded:
         return MATH_SIGN.search(inside) is not None
     return not inside[:1].isspace() and not inside[-1:].isspace()
@@ -108,8 +110,10 @@ def _is_inline_math(inside: str) -> bool:
     bare = inside.strip()
     if not bare or not _is_whole(inside) or _is_prose(bare):
         return False
-    if MATH_SIGN.search(bare) or PLAIN_NUMBER.fullmatch(bare):
+    if MATH_SIGN.search(bare) or NUMBERS_ALONE.fullmatch(bare):
         return True
+    if bare[0].isdigit() and re.search(r"\s", bare):
+        return False
     return any(map(str.isalpha, bare)) and SHORT_EXPRESSION.fullmatch(bare) is not None
 
 

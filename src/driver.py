@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 from dataclasses import dataclass
+from typing import TextIO
 
-from .ask import Asker
-from .flow import Job, run_job
+from .ask import Asker, Failure
+from .flow import Job, count_cores, run_job
+from .gauges import GaugeReader
 from .job import Run, engine_args, hosted_command
+from .machine import choose_flags, look_around, machine_line
 from .options import CommonOptions, option
-from .report import progress_shown
-from .serve import Server, Wanted, is_local
+from .report import beside, progress_shown, say
+from .serve import Server, Wanted
+from .steering import Steering
+from .supervise import Supervisor, Vigilance
+from .trust import required
+from .web import fetch, is_local
+from .window import Window
 
 OTHERWISE = (
     "Here: install vLLM, or give --server URL, or try without a GPU: "
@@ -45,27 +55,54 @@ class DriverOptions(CommonOptions):
     retry_for: float = option(
         600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
     )
+    stall_timeout: float = option(
+        60.0,
+        "engine",
+        "seconds without a token and without a page, while pages are in flight, after which our server is started anew",
+        metavar="S",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10, "engine", "how often a server of ours that died or froze is started again in a run", metavar="N", minimum=0
+    )
+    keep_server: bool = option(
+        False, "engine", "leave the server that we start running when the run has ended well, and say how to use it"
+    )
 
 
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
         model=options.model,
+        trust=required(run.profile, run.question, options, min(options.request_timeout, options.startup_timeout)),
         url=options.server,
         command=options.serve_command,
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
         vllm_args=engine_args(run),
+        suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
+        keep=options.keep_server,
         hint=hosted_command(run, run.profile.image, OTHERWISE),
     )
 
 
-async def drive(job: Job, run: Run, options: DriverOptions, server: Server) -> None:
-    """Keep the server busy with the pages of the job, and show how it goes."""
+def suggested_flags(run: Run) -> tuple[str, ...]:
+    """Return the flags that fit this machine, and say so."""
+    machine = look_around()
+    choices = choose_flags(machine, run.profile, run.options.vllm_args)
+    say(machine_line(machine, choices))
+    return tuple(word for choice in choices for word in choice.words)
+
+
+async def drive(
+    job: Job, run: Run, options: DriverOptions, server: Server, window: Window, telemetry: TextIO | None = None
+) -> None:
+    """Keep the server busy with the pages of the job, as many as the window has places, and show how it goes."""
     import openai
 
-    assert run.tally is not None
+    tally = run.tally
+    assert tally is not None
     timeout = openai.Timeout(options.request_timeout, connect=min(10.0, options.request_timeout))
     url = server.endpoint.base_url
     async with openai.AsyncOpenAI(
@@ -76,13 +113,27 @@ async def drive(job: Job, run: Run, options: DriverOptions, server: Server) -> N
         # a proxy named in the environment is not for loopback
         http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_local(url), timeout=timeout),
     ) as client:
+
+        def note_retry(failure: Failure) -> None:
+            tally.retry(failure.reason)
+            window.trouble(failure.trouble)
+
+        vigilance = Vigilance(options.stall_timeout, options.max_restarts)
         asker = Asker(
             client,
             server.endpoint.model,
             run.question,
             retry_for_s=options.retry_for,
-            on_retry=run.tally.retry,
-            watch=server.watch,
+            on_retry=note_retry,
+            guard=Supervisor(server, vigilance, tally.restarted),
         )
-        with progress_shown(run.tally):
-            await run_job(job, asker, run.tally)
+        gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
+        steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
+        with beside(gauges.run(), steering.steer()), progress_shown(tally):
+            await run_job(job, asker, tally, window)
+
+
+async def _page_text(key: str, url: str) -> str | None:
+    """Fetch a page in a thread: its text, or None where it is not there."""
+    status, body = await asyncio.to_thread(fetch, url, key)
+    return body.decode(errors="replace") if status == 200 else None

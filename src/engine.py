@@ -52,12 +52,14 @@ class OfflineEngine:
         *,
         batch_size: int,
         is_death: Callable[[Exception], bool],
+        is_gone: Callable[[], bool],
     ) -> None:
         self._llm = llm
         self._question = question
         self._make_sampling = make_sampling
         self._batch_size = batch_size
         self._is_death = is_death
+        self._is_gone = is_gone
         self._waiting: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._running: dict[str, Ticket] = {}
         self._stopping = threading.Event()
@@ -82,9 +84,14 @@ class OfflineEngine:
         return await asyncio.wrap_future(request.answer)
 
     async def watch(self) -> None:
-        """Return never; raise when the engine has died without a page to tell it."""
+        """Return never; raise when the engine has died.
+
+        A killed engine process does not always make a waiting `step` return (vLLM 0.32.0): so it is looked at too.
+        """
         while True:
             await asyncio.sleep(1.0)
+            if self._death is None and self._is_gone():
+                self._death = _dead("its process is gone")
             if self._death:
                 raise self._death
 
@@ -92,7 +99,8 @@ class OfflineEngine:
         """Stop feeding; what is in the engine is given up."""
         self._stopping.set()
         self._waiting.put(None)
-        self._thread.join(timeout=30.0)
+        if self._death is None:
+            self._thread.join(timeout=30.0)
 
     def _until_stopped(self, work: Callable[[], None]) -> None:
         tickets: list[Ticket] = []
@@ -100,14 +108,11 @@ class OfflineEngine:
             while not self._stopping.is_set():
                 work()
         except Exception as error:  # noqa: BLE001 - the thread's end: whoever waits must hear of it
-            self._death = EngineError(
-                f"the engine has died: {type(error).__name__}: {error}. "
-                "Closed blocks are kept; the same command goes on. Its last words stand above"
-            )
+            self._death = _dead(f"{type(error).__name__}: {error}")
             tickets = [*self._running.values(), *self._drain(block=False)]
         for ticket in tickets:
             if not ticket.answer.cancelled():
-                ticket.answer.set_exception(self._death or EngineError("the engine was stopped"))
+                ticket.answer.set_exception(self._death or _dead("it was stopped"))
 
     def _drain(self, *, block: bool, most: int | None = None) -> list[Ticket]:
         """Take waiting pages out of the queue, `most` at most; with `block`, wait for the first one."""
@@ -214,6 +219,12 @@ class OfflineEngine:
         reason = f"{type(error).__name__}: {error}"[:500]
         if not ticket.answer.cancelled():
             ticket.answer.set_result(PageResult(None, "error", error=reason, attempts=ticket.attempts))
+
+
+def _dead(how: str) -> EngineError:
+    return EngineError(
+        f"the engine has died: {how}. Its last words stand above; closed blocks are kept, the same command goes on"
+    )
 
 
 def _external_id(added: str) -> str:

@@ -65,11 +65,10 @@ def parse_grounding(text: str) -> Grounded:
         else:
             malformed += 1
     blocks: list[Block] = []
-    ends = [marker.start for marker in markers[1:]] + [len(text)]
-    for marker, end in zip(markers, ends, strict=True):
+    starts = [*(marker.start for marker in markers), len(text)]
+    for marker, end in zip(markers, starts[1:], strict=True):
         _add(blocks, Block(marker.label, marker.bbox, text[marker.end : end].strip()))
-    before = text[: markers[0].start] if markers else text
-    return Grounded(tuple(blocks), malformed, before.strip())
+    return Grounded(tuple(blocks), malformed, text[: starts[0]].strip())
 
 
 def _read_marker(match: re.Match[str]) -> _Marker | None:

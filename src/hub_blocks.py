@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .blocks import SETTINGS_KEY, BlockFolder, block_number
-from .errors import PublishError
+from .blocks import SETTINGS_KEY, WHOLE, BlockFolder, Shard, block_name, block_number
+from .errors import PublishError, network_errors
 from .report import say
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_STAGED = 64  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
 MOST_IN_A_COMMIT = 200
-LONGEST_PAUSE_S = 60.0
+LONGEST_HUB_PAUSE_S = 60.0
 
 
 @dataclass
@@ -47,13 +47,14 @@ class HubBlocks:
         staging: Path,
         *,
         private: bool,
+        shard: Shard = WHOLE,
         commit_every_s: float = 600.0,
         retry_for_s: float = 1800.0,
     ) -> None:
         self.repo_id = repo_id
         self.split = split
         self.commits = 0
-        self._local = BlockFolder(staging, split)
+        self._local = BlockFolder(staging, split, shard)
         self._private = private
         self._commit_every_s = commit_every_s
         self._retry_for_s = retry_for_s
@@ -84,6 +85,10 @@ class HubBlocks:
         numbers = (block_number(self.split, entry.path.removeprefix("data/")) for entry in entries)
         return {number for number in numbers if number is not None}
 
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return f"{self.repo_id}: {block_name(self.split, number)}"
+
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
         import pyarrow.parquet as pq
@@ -97,9 +102,9 @@ class HubBlocks:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
         import pyarrow.parquet as pq
 
-        number = min(self.closed())
+        number = min(self._local.closed() or self.closed())
         if number in self._local.closed():
-            return self._local.stored_settings(number)
+            return self._local.stored_settings()
         with self._open(number) as file:
             metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
         return metadata.get(SETTINGS_KEY)
@@ -107,7 +112,9 @@ class HubBlocks:
     def _open(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
 
-        return HfFileSystem().open(f"datasets/{self.repo_id}/{self._local.name(number)}", "rb", block_size=256 * 1024)
+        return HfFileSystem().open(
+            f"datasets/{self.repo_id}/{block_name(self.split, number)}", "rb", block_size=256 * 1024
+        )
 
     # What is written
 
@@ -118,19 +125,19 @@ class HubBlocks:
         self._local.remove_all()
         there = self._listed()
         if there:
-            deletions = [CommitOperationDelete(self._local.name(number)) for number in sorted(there)]
+            deletions = [CommitOperationDelete(block_name(self.split, number)) for number in sorted(there)]
             HfApi().create_commit(
                 self.repo_id, deletions, repo_type="dataset", commit_message=f"Start split {self.split} anew"
             )
         self._there = set()
 
     @contextlib.contextmanager
-    def locked(self, tag: str = "") -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
 
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
-        with self._local.locked(tag):
+        with self._local.locked():
             for number in sorted(self._local.closed()):  # closed by a run that could not publish them
                 self._waiting.put(number)
             self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
@@ -180,8 +187,8 @@ class HubBlocks:
             self._commit()
         except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
             self._failure = PublishError(
-                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept in "
-                f"{self._local.root}; the same command publishes it without asking about a page again"
+                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
             )
 
     def _create_repo(self) -> None:
@@ -194,7 +201,7 @@ class HubBlocks:
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        addition = CommitOperationAdd(self._local.name(number), self._local.path(number))
+        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
         self._retried(lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"))
         self._staged.uploaded.append((number, addition))
 
@@ -219,14 +226,12 @@ class HubBlocks:
 
     def _retried(self, action: Any) -> None:
         """Do what the Hub may refuse for a while: quotas, races of several writers, its own troubles."""
-        from huggingface_hub.errors import HfHubHTTPError
-
         give_up_at = time.monotonic() + self._retry_for_s
         pause_s = 1.0
         while True:
             try:
                 action()
-            except (HfHubHTTPError, OSError) as error:
+            except network_errors() as error:
                 response = getattr(error, "response", None)
                 status = getattr(response, "status_code", None)
                 permanent = status is not None and status < 500 and status not in {408, 409, 412, 429}
@@ -236,6 +241,6 @@ class HubBlocks:
                 wait_s = max(wished, pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
                 say(f"the Hub refuses for now ({error}); trying again in {wait_s:.0f} s")
                 time.sleep(wait_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+                pause_s = min(LONGEST_HUB_PAUSE_S, 2 * pause_s)
             else:
                 return

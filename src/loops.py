@@ -1,17 +1,17 @@
 """Does a text end in a loop, as a decoder falls into one, and what to ask then.
 
-The measure is what a sheet of paper can hold. A school page of one word, a litany, a table of zeros or a row of dotted
-leaders repeats itself honestly, but within a page's rows and letters; a decoder in a loop goes on until it is stopped.
-So a text that was cut off by max_tokens is judged by `CUT_OFF`, one that ended by itself by the stricter `FINISHED`.
-Three finders look at the end of the text, and a run that one of them finds must be more than the bar allows:
+The measure is what a sheet of paper can hold. A school page of one word, a litany, a table of zeros or a row of
+dotted leaders repeats itself honestly, but within a page's rows and letters; a decoder in a loop goes on until it is
+stopped. So a text that was cut off by max_tokens is judged by `CUT_OFF`, one that ended by itself by the stricter
+`FINISHED`. Three finders look at the end of the text; what one of them finds must be more than the bar allows:
 
 1. exact: the suffix has a period in characters (Z-function of the reversed tail).
 2. counting: the same with every number taken for equal, where each number of the unit stays or counts up steadily.
    Cut-off texts only: lists that count and end by themselves are honest.
-3. nearly: most of the five-word sequences at the end were there shortly before. Running text only.
+3. nearly: most of the five-word sequences at the end were there shortly before. Running text only, and twice the bar.
 
-A loop that begins so late that it stays under the bar is missed; its page is `truncated`, and asked again all the same.
-Measured on `tests/loops/`, see `tests/test_loops.py`.
+A loop that begins so late that it stays under the bar is missed; its page is `truncated`, and asked again all the
+same. Measured on `tests/loops/`: precision and recall stand in `tests/test_loops.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .result import PageResult
 
 SEARCHED_CHARACTERS = 32_000  # a period is looked for in so much of the end, and followed back from there
 NGRAM = 5
-STALE_SHARE = 0.7  # of the five-word sequences in a run that repeats nearly
+STALE_SHARE = 0.85  # of the five-word sequences in a run that repeats nearly
 STALE_WITHIN = 1_500  # words
 STEADY_SHARE = 0.9  # of a counter's steps: dates and page numbers wrap
 EXCERPT_CHARACTERS = 200
@@ -42,7 +42,8 @@ WIDE_LETTERS = re.compile(r"[\u2e80-\ufaff]")
 CELL_MARK = re.compile(r"\||</?t[dhr]\b|&|\t")
 NUMBER_OR_CHARACTER = re.compile(r"[0-9]{1,9}|[^0-9]", re.DOTALL)
 WORD = re.compile(r"[\u2e80-\ufaff]|[^\W\d_\u2e80-\ufaff]+|\d+|_+|[^\w\s]+|\n")
-CLOSERS = re.compile(r"(?:</[a-zA-Z]+>|\\end\{[a-z]+\*?\}|\\[\])]|[\s$`|.}])+\Z")
+CLOSER = re.compile(r"(?:</[a-zA-Z]{1,12}>|\\end\{[a-z]{1,16}\*?\}|\\[\])]|[\s$`|.}])\Z")
+LONGEST_CLOSER = 24
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,13 @@ def _ends(text: str, *, cut_off: bool) -> Iterator[int]:
     yield len(text)
     if cut_off:
         return
-    bare = CLOSERS.sub("", text[-SEARCHED_CHARACTERS:])
-    whole = len(text) - len(text[-SEARCHED_CHARACTERS:])
-    yield whole + len(bare)
-    yield whole + max(bare.rfind("\n"), 0)
+    searched = text[-SEARCHED_CHARACTERS:]
+    bare = searched
+    while closer := CLOSER.search(bare, max(0, len(bare) - LONGEST_CLOSER)):
+        bare = bare[: closer.start()].rstrip()
+    without_last_row = bare.rpartition("\n")[0].rstrip()
+    for kept in (bare, without_last_row):
+        yield len(text) - len(searched) + len(kept)
 
 
 # The finders
@@ -336,10 +340,10 @@ def repetition_field(vllm_version: str | None) -> dict[str, dict[str, int]]:
     """Return the request field by which vLLM stops a loop itself, or {} where it is too old, or not known to be vLLM.
 
     Such a request ends with finish reason `repetition`. In the source of 0.32.0 (since about 0.17, FACTS §2) the field
-    is `RepetitionDetectionParams(max_pattern_size=0, min_pattern_size=0, min_count=0)`: a maximum of 0 is off, a minimum
-    of 0 means 1, a `min_count` below 2 is refused. After each token it stops where the last `size * min_count` tokens
-    are `min_count` copies of one pattern of `size` tokens, for any size in the range. `SamplingParams` of the offline
-    engine wants that object (`vllm.sampling_params.RepetitionDetectionParams`), not a mapping.
+    is `RepetitionDetectionParams(max_pattern_size=0, min_pattern_size=0, min_count=0)`: a maximum of 0 is off, a
+    minimum of 0 means 1, a `min_count` below 2 is refused. After each token it stops where the last
+    `size * min_count` tokens are `min_count` copies of one pattern of `size` tokens, for any size in the range. The
+    offline engine's `SamplingParams` wants that object (`vllm.sampling_params`), not a mapping.
 
     The engine can't know whether a text would end by itself, and one count has to do for all sizes. So the count lies
     above the rows of a page: a table of equal rows is not stopped. A loop of one token is, after 128 of them, one of 16

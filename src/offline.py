@@ -40,19 +40,27 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from importlib.metadata import version
 from typing import Any
 
+from .canary import Canary
+from .ending import carry_out, refuse
 from .engine import OfflineEngine
 from .errors import EngineError, JobError, UsageError
-from .flow import Job, run_job
+from .flow import Job, count_cores, run_job
 from .interrupt import Interrupts
-from .job import Run, begin, carry_out, engine_args, hosted_command, make_job, refuse
+from .job import Run, begin, engine_args, hosted_command, make_job
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
+from .question import Question, page_messages, page_sampling
 from .report import progress_shown, say
+from .result import PageResult, result_of_answer
+from .startup import explanation
+from .trust import Trust, check_canary, check_context, check_version, required
+from .window import Window, fixed_window
 
 SCRIPT = "lighton-ocr.py"
 IMAGE = "vllm/vllm-openai:v0.32.0"
@@ -89,9 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         check_engine_is_possible(run)
+        trust = required(run.profile, run.question, options)
+        check_version(trust, version("vllm"), version("transformers"))
     except JobError as error:
         return refuse(SCRIPT, options, error)
-    return carry_out(run, functools.partial(ask_engine, options))
+    return carry_out(run, functools.partial(ask_engine, options, trust))
 
 
 def check_engine_is_possible(run: Run) -> None:
@@ -149,8 +159,10 @@ def _without_server_words(words: Sequence[str]) -> list[str]:
     return kept
 
 
-def ask_engine(options: OfflineOptions, run: Run, stack: ExitStack, interrupts: Interrupts) -> None:
-    """Start the engine and have it read every page that has no result yet."""
+def ask_engine(
+    options: OfflineOptions, trust: Trust, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
+) -> None:
+    """Start the engine and have it read the pages of the blocks `todo`."""
     arguments = engine_arguments(run)
     import vllm
 
@@ -158,21 +170,54 @@ def ask_engine(options: OfflineOptions, run: Run, stack: ExitStack, interrupts: 
     try:
         llm = vllm.LLM(**arguments)
     except Exception as error:
-        raise EngineError(f"the engine did not start: {type(error).__name__}: {error}") from error
+        why = explanation(str(error), run.profile.image)
+        told = f"{why}\n" if why else ""
+        raise EngineError(f"the engine did not start: {told}{type(error).__name__}: {error}") from error
     run.engine = f"vllm {vllm.__version__}"
     stack.callback(shut_down, llm)
+    check_context(trust, llm.llm_engine.vllm_config.model_config.max_model_len)
+    check_canary(trust, functools.partial(ask_about_canary, llm, vllm.SamplingParams, run.question), run.engine)
     engine = OfflineEngine(
-        llm, run.question, vllm.SamplingParams, batch_size=options.batch_size, is_death=is_engine_death
+        llm,
+        run.question,
+        vllm.SamplingParams,
+        batch_size=options.batch_size,
+        is_death=is_engine_death,
+        is_gone=functools.partial(is_engine_gone, llm),
     )
     stack.callback(engine.stop)
-    interrupts.run(drive(make_job(run, options.concurrency), run, engine))
+    window = fixed_window(options.concurrency, ahead=2 * count_cores())
+    interrupts.run(feed(make_job(run, todo), run, engine, window))
 
 
-async def drive(job: Job, run: Run, engine: OfflineEngine) -> None:
+def ask_about_canary(
+    llm: Any, make_sampling: Callable[..., Any], question: Question, canary: Canary, row: int
+) -> PageResult:
+    """Have the engine read the canary page."""
+    asked = replace(question, max_tokens=canary.max_tokens)
+    messages = page_messages(asked, {"type": "image_pil", "image_pil": canary.page.image.convert("RGB")})
+    (output,) = llm.chat(
+        [messages],
+        [make_sampling(**page_sampling(asked, row))],
+        use_tqdm=False,
+        chat_template_kwargs=dict(question.chat_template_kwargs) or None,
+    )
+    completion = output.outputs[0]
+    return result_of_answer(
+        completion.text,
+        completion.finish_reason,
+        tokens=len(completion.token_ids),
+        prompt_tokens=len(output.prompt_token_ids or ()),
+        attempts=1,
+        latency_s=0.0,
+    )
+
+
+async def feed(job: Job, run: Run, engine: OfflineEngine, window: Window) -> None:
     """Keep the engine busy with the pages of the job, and show how it goes."""
     assert run.tally is not None
     with progress_shown(run.tally):
-        await run_job(job, engine, run.tally)
+        await run_job(job, engine, run.tally, window)
 
 
 def is_engine_death(error: Exception) -> bool:
@@ -180,6 +225,12 @@ def is_engine_death(error: Exception) -> bool:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
+
+
+def is_engine_gone(llm: Any) -> bool:
+    """Whether vLLM has noticed that a process of the engine is gone."""
+    core = getattr(llm.llm_engine, "engine_core", None)
+    return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
 
 
 def shut_down(llm: Any) -> None:

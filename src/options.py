@@ -114,6 +114,15 @@ class CommonOptions:
         maximum=1.0,
     )
 
+    allow_bad_engine: bool = option(False, "engine", "go on with a vLLM version that is known to be bad for the model")
+    no_canary: bool = option(
+        False, "engine", "trust the engine without having it read a page of known text before the first real one"
+    )
+    canary_page: str | None = option(
+        None, "engine", "picture to use as that page, with --canary-text (default: we draw one)", metavar="FILE"
+    )
+    canary_text: str | None = option(None, "engine", "file with the text on --canary-page", metavar="FILE")
+
     max_failure_rate: float = option(
         0.05,
         "run",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours, new_columns
+from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours
 from .errors import PublishError, UsageError, network_errors
 from .result import STATUSES
 
@@ -58,17 +57,14 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         )
 
 
-def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Raise `UsageError` before any GPU time where the Hub output could not be published in the end."""
+def check_token(output: Output) -> None:
+    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
     if output.repo_id is None:
         return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub import HfApi
 
-    api = HfApi()
     try:
-        user = api.whoami()
+        user = HfApi().whoami()
     except network_errors() as error:
         raise UsageError(
             f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
@@ -76,28 +72,27 @@ def check_hub(output: Output, split: str, settings: Mapping[str, Any], *, overwr
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+
+
+def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     try:
-        files = api.list_repo_files(output.repo_id, repo_type="dataset")
+        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
         return
     except network_errors() as error:
         raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
     blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks and not overwrite:
+    if blocks:
         with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
             stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
         check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
-
-
-def count_statuses(folder: BlockFolder, output_column: str) -> Counter[str]:
-    """Count the statuses of all rows in closed blocks."""
-    import pyarrow.parquet as pq
-
-    column = new_columns(output_column)[1]
-    counts: Counter[str] = Counter()
-    for number in sorted(folder.closed()):
-        counts.update(pq.read_table(folder.path(number), columns=[column])[column].to_pylist())
-    return counts
 
 
 def card_text(
@@ -178,6 +173,31 @@ def write_card(output: Output, **contents: Any) -> None:
     newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
     written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
     path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
+
+
+def publish_card(output: Output, **contents: Any) -> None:
+    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    api = HfApi()
+    try:
+        try:
+            path = hf_hub_download(output.repo_id, "README.md", repo_type="dataset")
+            earlier = Path(path).read_text(encoding="utf-8")
+        except EntryNotFoundError:
+            earlier = ""
+        text = card_text(earlier, **contents)
+        if text != earlier:
+            api.upload_file(
+                path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=output.repo_id, repo_type="dataset"
+            )
+    except network_errors() as error:
+        raise PublishError(
+            f"the blocks are in {output.repo_id}, but its card could not be written: {error}. "
+            "The same command with --finish writes it"
+        ) from error
 
 
 def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:

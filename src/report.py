@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .result import STATUSES, PageResult
+from .result import SOUND, STATUSES, PageResult
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -32,11 +32,15 @@ class Tally:
     rows: int
     rows_before: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    preparing: int = 0
     in_flight: int = 0
     blocks: int = 0
     requests: int = 0
     retries: int = 0
+    restarts: int = 0
     verbose: bool = False
+    dollars_per_hour: float | None = None
+    bounded_by: str = ""
     prompt_tokens: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -63,6 +67,10 @@ class Tally:
         if self.verbose:
             say(f"asking again: {reason}")
 
+    def restarted(self) -> None:
+        """Count a start of a server that had died or frozen."""
+        self.restarts += 1
+
     @property
     def done(self) -> int:
         """How many pages this run has finished."""
@@ -71,7 +79,7 @@ class Tally:
     @property
     def failed(self) -> int:
         """How many pages this run could not get a sound text for."""
-        return self.done - self.statuses["ok"] - self.statuses["blank"]
+        return sum(count for status, count in self.statuses.items() if status not in SOUND)
 
     def pages_per_s(self) -> float:
         """Return the mean speed of this run."""
@@ -88,8 +96,14 @@ class Tally:
         return (
             f"{self.rows_before + self.done}/{self.rows} pages, {self.failed} failed, {self.in_flight} in flight, "
             f"{self.pages_per_s():.2f} pages/s, {tokens_per_s:.0f} tokens/s, "
-            f"ETA {'?' if eta is None else duration(eta)}"
+            f"ETA {'?' if eta is None else duration(eta)}{self._bound_and_cost()}"
         )
+
+    def _bound_and_cost(self) -> str:
+        words = f", bounded by {self.bounded_by}" if self.bounded_by else ""
+        if self.dollars_per_hour is not None and self.done:
+            words += f", ${1000 * self.dollars_per_hour / 3600 / self.pages_per_s():.2f} per 1,000 pages"
+        return words
 
 
 def duration(seconds: float) -> str:
@@ -105,11 +119,20 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_shown(tally: Tally) -> Iterator[None]:
     """Show progress while the event loop works within: a bar on a terminal, a plain line every 30 s elsewhere."""
-    task = asyncio.get_running_loop().create_task(_report_progress(tally))
+    with beside(_report_progress(tally)):
+        yield
+
+
+@contextmanager
+def beside(*work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Let coroutines run beside what is within, and end them after it; what they raise is not heard."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(one) for one in work]
     try:
         yield
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _report_progress(tally: Tally) -> None:
@@ -172,6 +195,7 @@ class Outcome:
                 "statuses": {status: self.statuses.get(status, 0) for status in STATUSES},
                 "requests": tally.requests,
                 "retries": tally.retries,
+                "restarts": tally.restarts,
                 "prompt_tokens": tally.prompt_tokens,
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
 STATUSES = ("ok", "blank", "truncated", "repetition", "error")
 
 

@@ -1,43 +1,38 @@
 """The server: one that runs already, or `vllm serve` spawned here and ended with us.
 
-A server that we spawn listens on loopback only, with a random key that it is given by environment, in a process group
-of its own, its log in a file whose last lines stand in every error.
+A server that we spawn listens on loopback only, with a random key that it is given by environment. Ready means that
+it lists the model, is none of the versions known to be bad, has the context for the largest page and has read the
+canary.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ipaddress
 import json
-import os
 import secrets
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import tempfile
+import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .ask import Endpoint
+from .ask_canary import ask_server_about
 from .errors import EngineError, UsageError
 from .report import duration, say
+from .spawn import LogReader, Spawned, server_environment
+from .startup import is_progress, phase_of
+from .trust import Trust, check_canary, check_context, check_version, installed_versions
+from .web import base_url, fetch, is_local
 
-LOG_LINES_SHOWN = 20
 POLL_S = 0.5
-# Waits until our end of its stdin closes, as it does however we end, by SIGKILL too; then ends the group named in $0.
-GUARD = 'read -r _; kill -TERM "-$0"; sleep 10; kill -KILL "-$0"'
-# Variables by which `uv run` points Python at our environment: the server has its own.
-OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
+STOPPED = "the run was stopped while its server was starting"
 
 
 @dataclass(frozen=True)
@@ -45,84 +40,102 @@ class Wanted:
     """Which server is wanted: `url` that of a running one or None; `command` what to spawn instead of `vllm serve`."""
 
     model: str
+    trust: Trust
     url: str | None = None
     command: str | None = None
     port: int | None = None
     api_key: str | None = None
     vllm_args: Sequence[str] = ()
+    suggest: Callable[[], Sequence[str]] = (
+        tuple  # asked for more of them before `vllm serve` is spawned: they come first
+    )
     startup_timeout_s: float = 900.0
+    keep: bool = False  # leave a server that we spawned running
     hint: str = ""  # the command to show where no server can be had here
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. `engine` is what it says it is; `spawned` is the process if it is ours."""
+    """A server that answers. `engine` is what it says it is; `keeper` starts it anew if it is ours."""
 
     endpoint: Endpoint
     engine: str
-    spawned: Spawned | None = None
-
-    async def watch(self) -> None:
-        """Return never; raise `EngineError` when the process that we spawned has ended."""
-        while True:
-            await asyncio.sleep(1.0)
-            if self.spawned:
-                self.spawned.check_alive()
+    keeper: Keeper | None = None
+    canary_s: float = 0.0  # how long it took to answer the canary page
 
 
-class Spawned:
-    """A server process of ours, in a process group of its own."""
+class Keeper:
+    """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.log = Path(tempfile.mkdtemp(prefix="lighton-ocr-")) / "server.log"
-        say(f"starting {shlex.join(command)}\n  its log: {self.log}")
-        with self.log.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD, str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def __init__(self, wanted: Wanted, host: str, port: int) -> None:
+        self.spawned: Spawned | None = None
+        self._wanted = wanted
+        self._host, self._port = host, port
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._key = secrets.token_urlsafe(24)
+        self._command = server_command(wanted, host, port)
+        self._environment = server_environment(self._key, self._command[0])
+        self._folder = Path(tempfile.mkdtemp(prefix="lighton-ocr-"))
+        self._starts = 0
+        self._given_up = threading.Event()
+
+    def start(self) -> Server:
+        """Start the server and wait until it can be trusted; raise `EngineError` where it can't."""
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        self._starts += 1
+        log = self._folder / ("server.log" if self._starts == 1 else f"server-{self._starts}.log")
+        if self._wanted.command is None and (versions := installed_versions(self._command[0], self._environment)):
+            check_version(self._wanted.trust, *versions)
+        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image)
+        server = get_ready(self._wanted, self._url, self._key, self)
+        self.spawned.ready = True
+        self.spawned.note_shared_memory()
+        return server
 
     def check_alive(self) -> None:
-        """Raise `EngineError` with the end of its log if the process has ended."""
-        code = self._process.poll()
-        if code is not None:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise EngineError(f"the server ended by itself ({how}). The end of its log, {self.log}:\n{self.log_tail()}")
+        """Raise `EngineError` where the process has ended, or the run wants no server any more."""
+        assert self.spawned is not None
+        ended = self.spawned.how_it_ended()
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        if ended:
+            raise EngineError(ended)
 
-    def log_tail(self) -> str:
-        """Return the last lines of the log, indented."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-        return "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
+    def end(self) -> None:
+        """End the server and all that it started."""
+        if self.spawned:
+            self.spawned.end()
 
-    def end(self, patience_s: float = 10.0) -> None:
-        """End the process and all that it started: asked first, then killed."""
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(wait_s)
-        self._process.poll()
-        self._guard.kill()
-        self._guard.communicate()
+    def restart(self, pause_s: float) -> Server:
+        """End what is left of a server that died or froze, and start it again."""
+        if self.spawned:
+            self.spawned.end(patience_s=3.0)
+        self._given_up.wait(pause_s)
+        return self.start()
 
     def kill(self) -> None:
-        """Kill the process group at once, without waiting."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Kill it at once, without waiting: the last thing done."""
+        if self.spawned:
+            self.spawned.kill()
+
+    def give_up(self) -> None:
+        """Make a start that is under way in another thread fail at once."""
+        self._given_up.set()
+        self.kill()
+
+    def leave_running(self) -> None:
+        """Let the server live on, and say how to use and how to end it."""
+        assert self.spawned is not None
+        key_file = self._folder / "api-key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(self._key)
+        self.spawned.release()
+        say(
+            f"the server is left running (--keep-server); use it with\n"
+            f'  VLLM_API_KEY="$(cat {key_file})" … --server {self._url}\n'
+            f"  its log: {self.spawned.log}\n  end it with: kill -- -{self.spawned.group}"
+        )
 
 
 def check_possible(wanted: Wanted) -> None:
@@ -145,26 +158,37 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     url = base_url(wanted.url) if wanted.url else None
     key = wanted.api_key or "EMPTY"
     if url and (is_up(url, key) or not is_local(url)):
-        models = _wait_for_models(url, key, wanted.startup_timeout_s)
-        yield Server(Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models))
+        yield get_ready(wanted, url, key)
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
-    key = secrets.token_urlsafe(24)
-    command = server_command(wanted, host, port)
-    # In a thread, where no signal can come between the start of the process and our knowing of it.
-    starter = ThreadPoolExecutor(1)
-    starting = starter.submit(Spawned, command, server_environment(key))
+    keeper = Keeper(wanted, host, port)
     try:
-        spawned = starting.result()
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        models = _wait_for_models(url, key, wanted.startup_timeout_s, spawned)
-        yield Server(
-            Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url)), engine_name(url, models), spawned
-        )
-    finally:
-        starter.shutdown()
-        starting.result().end()
+        yield keeper.start()
+    except BaseException:
+        keeper.end()
+        raise
+    if wanted.keep:
+        keeper.leave_running()
+    else:
+        keeper.end()
+
+
+def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
+    """Wait until the server lists its models, and return it once it has passed all that is required of it."""
+    models = _wait_for_models(url, key, wanted.startup_timeout_s, keeper)
+    endpoint = Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url))
+    engine, trust = engine_name(url, models), wanted.trust
+    owner, _, version = engine.partition(" ")
+    if owner == "vllm" and version:
+        check_version(trust, version, serves=True)
+    card = next(model for model in models if model["id"] == endpoint.model)
+    check_context(trust, card.get("max_model_len"))
+    alive: Callable[[], None] = keeper.check_alive if keeper else lambda: None
+    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
+    if trust.canary:
+        say(f"the canary page was read in {canary_s:.1f} s")
+    return Server(endpoint, engine, keeper, canary_s)
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
@@ -176,7 +200,17 @@ def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
     if wanted.command is None:
         if shutil.which("vllm") is None:
             raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
-        return ["vllm", "serve", wanted.model, "--host", host, "--port", str(port), *wanted.vllm_args]
+        return [
+            "vllm",
+            "serve",
+            wanted.model,
+            "--host",
+            host,
+            "--port",
+            str(port),
+            *wanted.suggest(),
+            *wanted.vllm_args,
+        ]
     words = command_words(wanted.command)
     filled = [_fill(word, {"host": host, "port": str(port), "model": wanted.model}) for word in words]
     if not any("{port}" in word for word in words):
@@ -199,35 +233,6 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(f"{{{name}}}", value)
     return word
-
-
-def server_environment(key: str) -> dict[str, str]:
-    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key."""
-    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
-    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
-
-
-def base_url(url: str) -> str:
-    """Return `scheme://host:port/path` without a trailing `/v1`."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise UsageError(
-            "--server holds a user name or password; give the key in the variable that --api-key-env names"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def is_local(url: str) -> bool:
-    """Whether the URL names this machine's loopback."""
-    host = urllib.parse.urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _address(url: str | None, port: int | None) -> tuple[str, int]:
@@ -255,50 +260,34 @@ def check_port_is_free(host: str, port: int) -> None:
             ) from error
 
 
-def _get(url: str, key: str, timeout_s: float = 5.0) -> tuple[int, bytes]:
-    """GET an address; return (status, body). Raises `OSError` where nothing answers."""
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})  # noqa: S310 - http(s) only
-    # a proxy named in the environment is not for loopback
-    proxies = urllib.request.ProxyHandler({} if is_local(url) else None)
-    opener = urllib.request.build_opener(_NoRedirect, proxies)
-    try:
-        with opener.open(request, timeout=timeout_s) as response:
-            return int(response.status), response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key is for this server alone."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse."""
-        return
-
-
 def is_up(url: str, key: str) -> bool:
     """Whether anything answers HTTP at the URL."""
     try:
-        _get(f"{url}/v1/models", key)
+        fetch(f"{url}/v1/models", key)
     except (OSError, ValueError):
         return False
     return True
 
 
 def _wait_for_models(
-    url: str, key: str, startup_timeout_s: float, spawned: Spawned | None = None
+    url: str, key: str, startup_timeout_s: float, keeper: Keeper | None = None
 ) -> list[dict[str, Any]]:
-    """Wait until the server lists its models. Patience is measured by progress: growth of the log, where it is ours."""
-    last_sign, log_size, last_error = time.monotonic(), -1, "nothing answered"
+    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
+    started = last_sign = time.monotonic()
+    spawned = keeper.spawned if keeper else None
+    log = LogReader(spawned.log) if spawned else None
+    phase, last_error = "start", "nothing answered"
     while True:
-        if spawned:
-            spawned.check_alive()
-            size = spawned.log.stat().st_size
-            if size != log_size:
-                log_size, last_sign = size, time.monotonic()
+        if keeper:
+            keeper.check_alive()
+        for line in log.new_lines() if log else ():
+            if is_progress(line):
+                last_sign = time.monotonic()
+            if (now_in := phase_of(line)) and now_in != phase:
+                phase = now_in
+                say(f"  after {duration(time.monotonic() - started)}: {phase}")
         try:
-            status, body = _get(f"{url}/v1/models", key)
+            status, body = fetch(f"{url}/v1/models", key)
             if status == 200:
                 return _listed_models(body, url)
             if status in {401, 403}:
@@ -310,7 +299,7 @@ def _wait_for_models(
             last_error = str(getattr(error, "reason", error))
         waited = time.monotonic() - last_sign
         if waited > startup_timeout_s:
-            tail = f". The end of its log, {spawned.log}:\n{spawned.log_tail()}" if spawned else ""
+            tail = f", in the phase {phase!r}. {spawned.log_words()}" if spawned else ""
             raise EngineError(
                 f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
                 f"the last try: {last_error}{tail}"
@@ -340,7 +329,7 @@ def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
     owner = str(models[0].get("owned_by") or "unknown")
     try:
-        status, body = _get(f"{url}/version", "")
+        status, body = fetch(f"{url}/version", "")
         version = str(json.loads(body)["version"]) if status == 200 else ""
     except (OSError, ValueError, LookupError, TypeError):
         version = ""

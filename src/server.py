@@ -41,13 +41,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from .driver import DriverOptions, drive, wanted_server
+from .ending import carry_out, refuse
 from .errors import JobError
+from .flow import count_cores
 from .interrupt import Interrupts
-from .job import Run, begin, carry_out, make_job, refuse
+from .job import Run, begin, make_job
 from .models import DEFAULT_MODEL_ID
 from .options import make_parser, option, parse_options
 from .report import say
 from .serve import Wanted, check_possible, running_server
+from .window import fixed_window
 
 SCRIPT = "lighton-ocr-server.py"
 
@@ -78,14 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carry_out(run, functools.partial(ask_server, options, wanted))
 
 
-def ask_server(options: ServerOptions, wanted: Wanted, run: Run, stack: ExitStack, interrupts: Interrupts) -> None:
-    """Get a server and have it read every page that has no result yet."""
+def ask_server(
+    options: ServerOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
+) -> None:
+    """Get a server and have it read the pages of the blocks `todo`."""
     server = stack.enter_context(running_server(wanted))
-    if server.spawned:
-        interrupts.last_will = server.spawned.kill
+    if server.keeper:
+        interrupts.last_will = server.keeper.kill
     run.engine = server.engine
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
-    interrupts.run(drive(make_job(run, options.concurrency), run, options, server))
+    window = fixed_window(options.concurrency, ahead=2 * count_cores())
+    interrupts.run(drive(make_job(run, todo), run, options, server, window))
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ CAUSES = (
     ),
     Cause(
         "driver",
-        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|forward compatibility was attempted"
-        r"|unsupported display driver / cuda driver combination",
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient"
+        r"|forward compatibility was attempted|unsupported display driver / cuda driver combination",
         "the NVIDIA driver of this machine is too old for this build of vLLM (CUDA 12.6 is the least)",
         "update the driver, or use a machine with a newer one (`nvidia-smi` shows both versions)",
     ),
@@ -137,7 +137,7 @@ CAUSES = (
     Cause(
         "shared memory",
         r"Bus error|out of shared memory|insufficient shared memory",
-        "/dev/shm is too small",
+        "/dev/shm is too small",  # noqa: S108 - a message
         "give the container more (`docker run --ipc=host`, or --shm-size 8g)",
     ),
     Cause(

@@ -1,26 +1,32 @@
 """How many pages may be in flight: a window that grows on evidence, and what bounds a run.
 
-`Rules.decide` is pure: what was known before (`State`), what is seen now (`Observation`) → a `Decision` that names its
-rule. `Window` is what the flow holds: pages enter and leave it one by one, and twice a second it is told what is seen.
+`Rules.decide` is pure: what is remembered (`WindowState`) and what is seen now (`Observation`) make a `Decision` that
+names its rule. `Window` is what the flow holds: pages enter and leave it, and twice a second it is told what is seen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .gauges import Gauges
 
 TICK_S = 0.5  # how often `Window.observe` is meant to be called
-FEWEST_IN_A_ROUND = 64  # answers by which throughput is compared, or those of a minute where they are slower
-BYTES_A_PAGE = 8 * 1024**2  # a page in flight, until it is measured
-FULL = 0.5  # a window that was full for a smaller share of the time is not what bounds us
+ROUND_ANSWERS = 96  # throughput is compared over so many answers,
+ROUND_S = 90.0  # or those of so long a time, where they are slower
+PROBE_AFTER_S = 15.0
+CROWDED = 6  # times the latency of the first pages: more in flight must bring much more than noise
+PROBE_WAIT_S = 240.0  # the longest time between two probes
+UNMEASURED_PAGE_BYTES = 8 * 1024**2  # a page in flight, until it is measured
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the window may be. `longest_wait_s`: pages that take longer than this are too many at once."""
+    """What the window may be. Where a page takes longer than `longest_wait_s`, too many are in flight."""
 
     least: int = 1
     most: int = 512
@@ -35,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Observation:
-    """What is seen at one tick. `done` and `latency_sum_s` count from the start, failures since the last tick."""
+    """What is seen at one tick. Answers, their time and tokens count from the start, troubles from the last tick."""
 
     now: float
     in_flight: int = 0
@@ -43,18 +49,15 @@ class Observation:
     full_share: float = 1.0  # of the time since the last tick in which every place was taken
     done: int = 0
     latency_sum_s: float = 0.0
+    first_latency_s: float | None = None  # of the pages sent before the first answer, once nine in ten are answered
     tokens: int = 0
     refused: int = 0  # 429 and 503
     timeouts: int = 0
     failed: int = 0  # other 5xx, broken connections
-    running: float | None = None
-    waiting: float | None = None
-    kv_usage: float | None = None
-    preemptions: float | None = None  # counts from the engine's start, as `engine_tokens` does
-    engine_tokens: float | None = None
+    gauges: Gauges = field(default_factory=Gauges)
     memory_available: int | None = None  # bytes that pages may still take
     bytes_a_page: float | None = None
-    preparing: int = 0  # pages that are being prepared or wait for a thread
+    preparing: int = 0  # pages in the hands of the threads that prepare, or waiting for one
     threads: int = 1
 
     @property
@@ -62,60 +65,66 @@ class Observation:
         """How many pages in flight the host's memory has room for."""
         if self.memory_available is None:
             return None
-        return self.in_flight + int(self.memory_available // max(1.0, self.bytes_a_page or BYTES_A_PAGE))
+        return self.in_flight + int(self.memory_available // max(1.0, self.bytes_a_page or UNMEASURED_PAGE_BYTES))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window is what bounds us: every place was taken for at least half of the time."""
+        return self.full_share >= 0.5
 
     @property
     def queue_is_empty(self) -> bool:
-        """Whether the gauges say that all we sent is running."""
-        return self.waiting == 0 and self.running is not None and self.running >= 0.85 * self.in_flight
-
-    def queue_beyond(self, limit: int) -> float:
-        """Return how many pages will wait in the engine once those in flight above the limit are gone."""
-        return (self.waiting or 0) - max(0, self.in_flight - limit)
+        """Whether the gauges say that what we sent is running."""
+        running = self.gauges.running
+        return self.gauges.waiting == 0 and running is not None and running >= 0.85 * self.in_flight
 
 
 @dataclass(frozen=True)
-class State:
-    """What the rules remember. `phase`: start (no answer yet), ramp (growing fast), steady, probe (trying more)."""
+class WindowState:
+    """What the rules remember. `phase`: start (the first pages are out), ramp (growing fast), steady, probe."""
 
     limit: int
     phase: str = "start"
     now: float | None = None
+    # answers
     done: int = 0
-    latency_sum_s: float = 0.0
-    preemptions: float | None = None
     answers: int = 0  # at this tick
-    answered_at: float = 0.0  # the last answer
-    latency_s: float = 0.0  # of the last two dozen pages
-    base_latency_s: float = 0.0  # where the ramp began; 0: not known yet
-    first_batch: int = 0
-    recent: tuple[tuple[float, int], ...] = ()  # when how many were done, for as long back as a page takes
-    # the opening and the ramp
-    started: float = 0.0
+    answered_at: float = 0.0
+    latency_sum_s: float = 0.0
+    latency_s: float = 0.0  # of the last pages, some sixteen
+    base_latency_s: float = 0.0  # when the ramp began
+    first_latency_s: float = 0.0  # of the first pages: the engine without a crowd
+    preemptions: float | None = None
+    # opening and ramp: the last step
+    started: float | None = None
     stepped_at: float = 0.0
     stepped_done: int = 0
-    step: float = 1.0
-    token_rate: float = 0.0
     stepped_tokens: float = 0.0
-    refused_at: int | None = None  # where the ramp ends, after pages were refused
+    token_rate: float = 0.0
+    step: float = 1.0
+    # cuts
     quiet_until: float = 0.0
+    refused_at: int | None = None  # pages were refused above it: the ramp ends there
     # the engine's queue
     queued_since: float | None = None
-    empty_since: float | None = None
-    queue_seen: bool = False
-    # the round: as many answers as there were pages in flight at its beginning
+    dry_since: float | None = None  # nothing waits
+    empty_since: float | None = None  # nothing waits, and what we sent is running
+    queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
+    # the round under way, and the throughput of one that ended at this tick
     round_at: float = 0.0
     round_done: int = 0
     round_size: int = 0
     round_full_s: float = 0.0
-    settling: bool = True  # the round under way still answers pages sent under another limit
-    rate: float | None = None  # of the round that ended at this tick
+    settling: bool = True  # it still answers pages sent under another limit
+    rate: float | None = None
     # steady and probe
-    baseline: float | None = None
     settled: int = 0
-    fresh: bool = True  # `settled` was reached by growing, so the true knee may be a little above it
+    fresh: bool = True  # reached by growing, so that the knee may lie a little above
+    overshot: bool = False  # fewer may be enough: a ramp was braked here, or a climb has ended
+    climbed: bool = False  # a probe was confirmed since the last that failed
+    baseline: float | None = None  # throughput at `settled`
     probe_at: float = 0.0
-    probe_wait_s: float = 15.0
+    probe_wait_s: float = PROBE_AFTER_S
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ class Decision:
     limit: int
     rule: str
     reason: str
-    state: State
+    state: WindowState
 
 
 class Rules:
@@ -133,316 +142,349 @@ class Rules:
 
     Cuts, and what forbids growth:
 
-    1.  `fixed`: least = most; nothing to decide.
-    2.  `refused`: pages came back with 429 or 503, timed out, or more than a tenth failed with other 5xx: cut by the
-        share of pages concerned, at least a tenth, at most half; then nothing for the time a page takes. The ramp
-        back ends at 95 % of where it happened.
+    1.  `fixed`: least = most, nothing to decide.
+    2.  `refused`: pages came back with 429 or 503, timed out, or more than a tenth of them with other 5xx: cut by the
+        share that did, at least a tenth, at most half; then no further cut for the time a page takes. The ramp back
+        ends where it happened.
     3.  `preempted`: the engine threw running pages out of its KV cache: a tenth fewer than run.
-    4.  `memory`: the host has no room for so many pages: down to what it has room for.
-    5.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once in the time that a page takes.
-    6.  `silent`: nothing was answered for 5 s and four times what a page takes: hold; it is no evidence of anything.
-    7.  `drain`: more in flight than the limit: hold.
-    8.  `starved`: the window was full for less than half of the time, so it is not what bounds us: hold.
-    9.  `trim`: more than an eighth of the running pages (and 4; 2 when the KV cache is 97 % full) wait in the
-        engine for 1.5 s: down to a queue of half of that.
-    10. `queue`: pages wait in the engine, but not too many: hold. When that has lasted as long as a page takes, the
-        engine is full, and no throughput needs to be measured.
+    4.  `memory`: down to what the host has room for.
+    5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
+    6.  `drain`: more in flight than the limit: hold.
+    7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
+    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once in the time that a page takes.
+    9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
+        97 % full): down to a queue of half of that.
+    10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
+        full, and no throughput need be measured.
 
-    Growth, while the window is full:
+    Growth, in a full window:
 
-    11. `opening`: no answer yet. Where the gauges say that all we sent is running and nothing waits, double each time
-        the age of the run doubles (1 s, 2 s, 4 s …): the slower the pages, the less is lost by waiting. Where the
-        engine counts tokens as it makes them, it must make a quarter more a second than before the last doubling.
-        Without gauges: wait.
-    12. `ramp`: one more for each answer (which doubles the window in the time that a page takes); twice as much at once
-        where the gauges say that nothing waits, after half the time a page takes and answers for an eighth of the
-        window. It ends (`brake`) when pages take 1.4 times as long as when it began.
-        After the engine was full (10) and its queue ran empty, the ramp begins again, with a step of 1/32 that doubles.
-    13. `confirm`, `revert`: the verdict on a probe. More in flight paid when a fifth of it arrived as throughput;
-        then go on from there, and fall back into the ramp where three fifths arrived. Else go back, to a quarter of
-        the step above the place it began from if that was reached by growing: what lies between was not seen.
-    14. `probe`: throughput at this limit is known: try 1/8 to double as many. At once while climbing; after a failed
-        one in 15 s, 30 s … 240 s; at once when throughput rose by a tenth by itself.
-    15. `hold`.
+    11. `opening`: until nine tenths of the pages sent before the first answer are answered: one more for each answer.
+        Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
+        4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
+        doubling must have made a quarter more a second than the one before.
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes; as many again at once
+        where the gauges say that what we sent is running, half the time a page takes after the last step, and after
+        answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
+        When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
+    13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
+        throughput (half of it, at least 10 %, where a page already takes six times as long as the first ones); then
+        go on from there, by a ramp where a fifth more brought three fifths of that. Fewer must not cost 5 %. Else go
+        back; where that place was reached by growing, a little above it, as far as the verdict can't see.
+    14. `probe`: throughput at this limit is known: try 1/16 to 1/2 more. At once while that helps; after a failure in
+        15 s, 30 s … 240 s; at once when throughput rose by a tenth by itself. After a brake first try 1.5 times what
+        throughput needs at the latency of the ramp's beginning, if that is much less.
+    15. `hold`: none of these.
 
-    Throughput is compared over rounds: as many answers as there are pages in flight, at least 32 or a minute long; the
-    first round after a change answers what was sent before it, and is left out, as is a round in which the window was
-    not full.
+    Throughput is that of a round: as many answers as there were pages in flight, at least 96 or those of 90 s. The
+    first round after a change answers what was sent before it and is left out, as are rounds in which the window was
+    not full. Without gauges, then, each generation of pages triples the window: 120 s a page and 512 slots take 8 min.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self._rules = (
-            *(self._fixed, self._refused, self._preempted, self._memory, self._late, self._silent, self._drain),
-            *(self._starved, self._trim, self._queue),
-            *(self._opening, self._ramp, self._verdict, self._probe),
+            *(self._fixed, self._refused, self._preempted, self._memory, self._silent, self._drain, self._starved),
+            *(self._late, self._trim, self._queue, self._opening, self._ramp, self._verdict, self._probe, self._stay),
         )
 
-    def start(self) -> State:
+    def start(self) -> WindowState:
         """Return the state before the first observation."""
-        return State(limit=self.bounds.clamp(self.bounds.initial))
+        return WindowState(limit=self.bounds.clamp(self.bounds.initial))
 
-    def decide(self, state: State, seen: Observation) -> Decision:
+    def decide(self, state: WindowState, seen: Observation) -> Decision:
         """Return what the first rule says that has something to say."""
-        state = self._noted(state, seen)
-        decisions = (rule(state, seen) for rule in self._rules)
-        return next((d for d in decisions if d), None) or self._to(state, seen, state.limit, "hold", "as it was")
+        state = _with_round(_with_gauges(_with_answers(state, seen), seen), seen)
+        return next(decision for rule in self._rules if (decision := rule(state, seen)))
 
-    # --- what is remembered ---
-
-    def _noted(self, state: State, seen: Observation) -> State:
-        """Take in what is seen, before anything is decided."""
-        first = state.now is None
-        last = seen.now if state.now is None else state.now
-        answers = seen.done - state.done
-        if first or (state.phase == "start" and not seen.done and not state.started and seen.in_flight):
-            state = replace(state, started=seen.now, stepped_at=seen.now, answered_at=seen.now)
-        if answers > 0:
-            mean_s = (seen.latency_sum_s - state.latency_sum_s) / answers
-            weight = answers / (answers + 16) if state.latency_s else 1.0
-            state = replace(
-                state, latency_s=state.latency_s + weight * (mean_s - state.latency_s), answered_at=seen.now
-            )
-        if state.phase == "start" and seen.done:
-            state = replace(state, phase="ramp", first_batch=max(1, seen.in_flight), step=1.0)
-        if not state.base_latency_s and state.first_batch and seen.done >= state.first_batch:
-            state = replace(state, base_latency_s=seen.latency_sum_s / seen.done)
-        state = replace(
-            state,
-            now=seen.now,
-            done=seen.done,
-            answers=answers,
-            recent=_pruned(state.recent, seen, max(2.0, state.base_latency_s)),
-            latency_sum_s=seen.latency_sum_s,
-            queued_since=(state.queued_since or seen.now) if seen.waiting else None,
-            empty_since=(state.empty_since or seen.now) if seen.queue_is_empty else None,
-            round_full_s=state.round_full_s + (seen.now - last) * seen.full_share,
-        )
-        return self._round(state, seen)
-
-    def _round(self, state: State, seen: Observation) -> State:
-        """End the round if it is complete; `rate` is that of a round that ended just now and says something."""
-        took = seen.now - state.round_at
-        answers = seen.done - state.round_done
-        if not state.round_size or took <= 0:
-            return _new_round(state, seen)
-        if answers < max(state.round_size, 8) or (answers < FEWEST_IN_A_ROUND and took < 90):
-            return replace(state, rate=None)
-        counts = not state.settling and state.round_full_s >= 0.8 * took
-        rate = answers / took if counts else None
-        return replace(_new_round(state, seen, settling=False), rate=rate)
-
-    # --- the rules ---
-
-    def _to(self, state: State, seen: Observation, limit: float, rule: str, reason: str) -> Decision:
-        """Return a decision for a limit, kept within all bounds; a limit that changes begins a new round."""
+    def _to(self, state: WindowState, seen: Observation, limit: float, rule: str, reason: str) -> Decision:
+        """Return a decision for a limit, within all bounds; a limit that changes begins a new round."""
         new = self.bounds.clamp(limit, seen.memory_pages)
         if new != state.limit:
             state = replace(_new_round(state, seen), limit=new)
-        return Decision(new, rule, reason, replace(state, preemptions=seen.preemptions))
+        return Decision(new, rule, reason, replace(state, preemptions=seen.gauges.preemptions))
 
-    def _hold(self, state: State, seen: Observation, rule: str, reason: str) -> Decision:
-        """Stay, and let the round begin anew: what happens now is no evidence."""
+    def _hold(self, state: WindowState, seen: Observation, rule: str, reason: str) -> Decision:
+        """Stay, and begin the round anew: what happens now is no evidence."""
         return self._to(_new_round(state, seen), seen, state.limit, rule, reason)
 
-    def _fixed(self, state: State, seen: Observation) -> Decision | None:
+    def _settle(self, state: WindowState, limit: float, probe_at: float, step: float = 0.25) -> WindowState:
+        """Return the state of a window that has found its place, until the next probe."""
+        state = replace(state, phase="steady", settled=self.bounds.clamp(limit), baseline=None, probe_at=probe_at)
+        return replace(state, fresh=True, overshot=False, step=step)
+
+    # --- cuts, and what forbids growth ---
+
+    def _fixed(self, state: WindowState, seen: Observation) -> Decision | None:
         if self.bounds.least < self.bounds.most:
             return None
-        return self._to(state, replace(seen, memory_available=None), self.bounds.least, "fixed", "the window is fixed")
+        return self._to(state, seen, state.limit, "fixed", "so many were asked for")
 
-    def _refused(self, state: State, seen: Observation) -> Decision | None:
-        answers = seen.refused + seen.timeouts + seen.failed + max(1, seen.in_flight) // 2
-        bad = seen.refused + seen.timeouts + (seen.failed if seen.failed > max(2, answers / 10) else 0)
+    def _refused(self, state: WindowState, seen: Observation) -> Decision | None:
+        bad = seen.refused + seen.timeouts + (seen.failed if seen.failed > max(2, seen.in_flight / 10) else 0)
         if not bad:
             return None
+        reason = f"{seen.refused} refused, {seen.timeouts} timed out, {seen.failed} failed"
         if seen.now < state.quiet_until:
-            return self._hold(state, seen, "refused", f"{bad} more pages refused; the cut has yet to take effect")
+            return self._hold(state, seen, "refused", f"{reason}; the last cut has yet to take effect")
         there = min(state.limit, max(1, seen.in_flight))
-        share = min(0.5, max(0.1, bad / max(1, seen.in_flight)))
-        storm = state.refused_at is not None and seen.now < state.quiet_until + 2 * _pause_s(state)
+        few = bad <= there / 10
+        goes_on = state.refused_at is not None and seen.now < state.quiet_until + 2 * _pause_s(state)
         state = replace(
             state,
             phase="start" if state.phase == "start" else "ramp",
-            step=1.0,
-            refused_at=state.refused_at if storm else max(1, int(0.95 * there)),
+            refused_at=there - bad if few else state.refused_at if goes_on else max(1, int(0.95 * there)),
             quiet_until=seen.now + _pause_s(state),
             queue_seen=False,
-            probe_wait_s=min(240.0, 2 * state.probe_wait_s),
+            step=1.0,
+            probe_wait_s=min(PROBE_WAIT_S, 2 * state.probe_wait_s),
         )
-        what = f"{seen.refused} refused, {seen.timeouts} timed out, {seen.failed} failed"
-        return self._to(state, seen, min(state.limit, int(there * (1 - share))), "refused", what)
+        limit = there * (1 - min(0.5, max(0.1, bad / there)))
+        return self._to(state, seen, min(state.limit, limit), "refused", reason)
 
-    def _preempted(self, state: State, seen: Observation) -> Decision | None:
-        if seen.preemptions is None or state.preemptions is None or seen.preemptions <= state.preemptions:
+    def _preempted(self, state: WindowState, seen: Observation) -> Decision | None:
+        before, now = state.preemptions, seen.gauges.preemptions
+        if before is None or now is None or now <= before:
             return None
         if seen.now < state.quiet_until:
-            return self._hold(state, seen, "preempted", "preempted again; the cut has yet to take effect")
-        limit = min(state.limit, int(0.9 * (seen.running or seen.in_flight)))
-        state = replace(self._settle(state, limit, seen.now + 60), quiet_until=seen.now + _pause_s(state))
+            return self._hold(state, seen, "preempted", "again; the last cut has yet to take effect")
+        limit = min(state.limit, 0.9 * (seen.gauges.running or seen.in_flight))
+        state = self._settle(replace(state, quiet_until=seen.now + _pause_s(state)), limit, seen.now + 60)
         return self._to(state, seen, limit, "preempted", "the KV cache is too small for so many pages")
 
-    def _memory(self, state: State, seen: Observation) -> Decision | None:
-        if seen.memory_pages is None or state.limit <= max(self.bounds.least, seen.memory_pages):
+    def _memory(self, state: WindowState, seen: Observation) -> Decision | None:
+        room = seen.memory_pages
+        if room is None or state.limit <= max(self.bounds.least, room):
             return None
-        return self._to(state, seen, seen.memory_pages, "memory", f"room for {seen.memory_pages} pages on this host")
+        if state.phase != "start":
+            state = self._settle(state, room, seen.now + PROBE_AFTER_S)
+        return self._to(state, seen, room, "memory", f"this host has room for {room} pages")
 
-    def _late(self, state: State, seen: Observation) -> Decision | None:
-        if state.latency_s <= self.bounds.longest_wait_s or seen.now < state.quiet_until:
-            return None
-        limit = 0.9 * state.limit * self.bounds.longest_wait_s / state.latency_s
-        state = replace(
-            self._settle(state, int(limit), seen.now + state.latency_s), quiet_until=seen.now + state.latency_s
-        )
-        return self._to(state, seen, limit, "late", f"a page takes {state.latency_s:.0f} s")
-
-    def _silent(self, state: State, seen: Observation) -> Decision | None:
+    def _silent(self, state: WindowState, seen: Observation) -> Decision | None:
         silence_s = seen.now - state.answered_at
-        if state.phase == "start" or silence_s <= max(5.0, 4 * state.latency_s):
+        if not seen.done or silence_s <= max(5.0, 4 * state.latency_s):
             return None
         return self._hold(state, seen, "silent", f"no answer for {silence_s:.0f} s")
 
-    def _drain(self, state: State, seen: Observation) -> Decision | None:
+    def _drain(self, state: WindowState, seen: Observation) -> Decision | None:
         if seen.in_flight <= state.limit:
             return None
         return self._hold(state, seen, "drain", f"{seen.in_flight} in flight, {state.limit} wanted")
 
-    def _starved(self, state: State, seen: Observation) -> Decision | None:
-        if seen.full_share >= FULL:
+    def _starved(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.is_full:
             return None
         return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
 
-    def _trim(self, state: State, seen: Observation) -> Decision | None:
-        if state.phase == "start" or not seen.waiting or seen.now - (state.queued_since or seen.now) < 1.5:
+    def _late(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.latency_s <= self.bounds.longest_wait_s or seen.now < state.quiet_until:
             return None
-        most = 2.0 if (seen.kv_usage or 0) >= 0.97 else max(4.0, (seen.running or 0) / 8)
-        queue = seen.queue_beyond(state.limit)
-        if queue <= most:
-            return None
-        limit = state.limit - int(queue - most / 2)
-        state = replace(self._settle(state, limit, seen.now + 15), queue_seen=True, step=1 / 32)
-        return self._to(state, seen, limit, "trim", f"{queue:.0f} pages wait in the engine")
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / state.latency_s
+        quiet_until = seen.now + state.latency_s
+        state = self._settle(replace(state, quiet_until=quiet_until), limit, quiet_until)
+        return self._to(state, seen, limit, "late", f"a page takes {state.latency_s:.0f} s")
 
-    def _queue(self, state: State, seen: Observation) -> Decision | None:
-        if state.phase == "start" or not seen.waiting:
+    def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
             return None
-        if seen.now - (state.queued_since or seen.now) >= max(2.0, state.latency_s):
-            state = replace(self._settle(state, state.limit, seen.now + 15), queue_seen=True, step=1 / 32)
-        return self._to(state, seen, state.limit, "queue", f"{seen.waiting:.0f} pages wait in the engine")
+        most = 2.0 if (seen.gauges.kv_usage or 0) >= 0.97 else max(4.0, (seen.gauges.running or 0) / 8)
+        waiting = seen.gauges.waiting or 0
+        if waiting <= most:
+            return None
+        limit = state.limit - int(waiting - most / 2)
+        state = replace(self._settle(state, limit, seen.now + PROBE_AFTER_S, step=1 / 32), queue_seen=True)
+        return self._to(state, seen, limit, "trim", f"{waiting:.0f} pages wait in the engine")
 
-    def _opening(self, state: State, seen: Observation) -> Decision | None:
+    def _queue(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None:
+            return None
+        if seen.now - state.queued_since >= max(2.0, state.latency_s):
+            settled = self._settle(state, state.limit, seen.now + PROBE_AFTER_S, step=1 / 32)
+            state = replace(settled, queue_seen=True, refused_at=None)
+        return self._to(state, seen, state.limit, "queue", f"{seen.gauges.waiting or 0:.0f} pages wait in the engine")
+
+    # --- growth ---
+
+    def _opening(self, state: WindowState, seen: Observation) -> Decision | None:
         if state.phase != "start":
             return None
-        age_s, since_s = seen.now - state.started, seen.now - state.stepped_at
+        age_s, since_s = seen.now - (state.started or seen.now), seen.now - state.stepped_at
+        if seen.now < state.quiet_until:
+            return self._to(state, seen, state.limit, "opening", "after a cut")
         if not seen.queue_is_empty or age_s < 1 or since_s < age_s / 2:
-            return self._to(state, seen, state.limit, "opening", "no page was answered yet")
-        made = (seen.engine_tokens or 0.0) - state.stepped_tokens
-        if made and made / since_s < 1.25 * state.token_rate:
-            return self._to(state, seen, state.limit, "opening", "more pages do not make more tokens")
-        state = replace(state, token_rate=made / since_s, stepped_tokens=seen.engine_tokens or 0.0)
-        return self._to(_stepped(state, seen), seen, 2 * state.limit, "opening", "all pages run, none waits")
+            more = min(state.limit, state.answers)
+            return self._to(state, seen, state.limit + more, "opening", "the first pages are out")
+        rate = ((seen.gauges.made_tokens or 0.0) - state.stepped_tokens) / since_s
+        if rate and rate < 1.25 * state.token_rate:
+            return self._to(state, seen, state.limit, "opening", "more pages don't make more tokens")
+        state = replace(_stepped(state, seen), token_rate=rate)
+        return self._to(state, seen, 2 * state.limit, "opening", "what we sent is running")
 
-    def _ramp(self, state: State, seen: Observation) -> Decision | None:
-        emptied = state.queue_seen and state.empty_since is not None and seen.now - state.empty_since >= 2
-        if state.phase == "steady" and emptied and seen.now >= state.quiet_until:
-            state = replace(state, phase="ramp", base_latency_s=state.latency_s)
-        if state.phase != "ramp":
-            return None
-        if state.base_latency_s and state.latency_s > 1.5 * state.base_latency_s and len(state.recent) > 1:
-            reason = f"a page takes {state.latency_s:.1f} s, {state.base_latency_s:.1f} s when the ramp began"
-            (then, done), *_ = state.recent
-            needed = 1.5 * state.base_latency_s * (seen.done - done) / (seen.now - then)
-            limit = min(state.limit, 1 + int(needed))
-            return self._to(self._settle(state, limit, seen.now, step=0.5), seen, limit, "brake", reason)
-        if state.refused_at is not None and state.limit >= state.refused_at:
-            state = self._settle(state, state.limit, seen.now + state.probe_wait_s)
-            return self._to(
-                replace(state, refused_at=None), seen, state.limit, "brake", "pages were refused above this"
-            )
+    def _ramp(self, state: WindowState, seen: Observation) -> Decision | None:
         if seen.now < state.quiet_until:
             return self._to(state, seen, state.limit, "hold", "after a cut")
-        limit, reason = self._grown(state, seen)
-        if limit > state.limit and reason == "none waits":
-            state = _stepped(replace(state, step=min(1.0, 2 * state.step)), seen)
-        return self._to(state, seen, min(limit, state.refused_at or limit), "ramp", reason)
+        ran_empty = state.empty_since is not None and seen.now - state.empty_since >= 2
+        if state.phase == "steady" and state.queue_seen and ran_empty:
+            state = replace(state, phase="ramp", base_latency_s=max(state.latency_s, state.first_latency_s))
+        if state.phase != "ramp":
+            return None
+        if state.refused_at is not None and state.limit >= state.refused_at:
+            state = self._settle(state, state.limit, seen.now + state.probe_wait_s, step=1 / 16)
+            return self._to(replace(state, refused_at=None), seen, state.limit, "brake", "more were refused")
+        if state.refused_at is None and state.latency_s > 1.5 * state.base_latency_s:
+            reason = f"a page takes {state.latency_s:.1f} s; {state.base_latency_s:.1f} s when the ramp began"
+            state = replace(self._settle(state, state.limit, seen.now, step=0.5), overshot=True, queue_seen=False)
+            return self._to(state, seen, state.limit, "brake", reason)
+        most = state.refused_at or self.bounds.most
+        running = seen.queue_is_empty and seen.done - state.stepped_done >= state.limit / 8
+        if running and seen.now - state.stepped_at >= max(1.0, state.latency_s / 2):
+            more = max(1, int(state.step * state.limit))
+            state = replace(_stepped(state, seen), step=min(1.0, 2 * state.step))
+            return self._to(state, seen, min(most, state.limit + more), "ramp", "what we sent is running")
+        more = 0 if state.queue_seen else min(state.limit, 2 * state.answers)
+        return self._to(state, seen, min(most, state.limit + more), "ramp", f"{state.answers} answers")
 
-    def _grown(self, state: State, seen: Observation) -> tuple[int, str]:
-        since_s = seen.now - state.stepped_at
-        answers = seen.done - state.stepped_done
-        if seen.queue_is_empty and since_s >= max(1.0, state.latency_s / 2) and answers >= state.limit / 8:
-            return state.limit + max(1, int(state.step * state.limit)), "none waits"
-        if state.queue_seen:
-            return state.limit, "the queue was full a while ago"
-        more = state.answers * (2 if state.base_latency_s else 1)
-        return state.limit + min(state.limit, more), "answers"
-
-    def _verdict(self, state: State, seen: Observation) -> Decision | None:
+    def _verdict(self, state: WindowState, seen: Observation) -> Decision | None:
         if state.phase != "probe" or state.rate is None or state.baseline is None:
             return None
-        more = state.limit / state.settled - 1
-        gain = state.rate / state.baseline - 1
-        reason = f"{100 * more:.0f} % more in flight, {100 * gain:.0f} % more throughput"
-        needed = max(0.05, 0.2 * more)
-        if gain >= needed:
-            grown = replace(
-                self._settle(state, state.limit, seen.now, step=min(1.0, 2 * state.step)),
-                baseline=state.rate,
-                probe_wait_s=15.0,
-            )
-            if gain >= 0.6 * more:
-                grown = replace(grown, phase="ramp", base_latency_s=state.latency_s, step=1.0)
-            return self._to(grown, seen, state.limit, "confirm", reason)
-        back = int(state.settled * (1 + needed) + 1) if state.fresh else state.settled
+        more, gain = state.limit / state.settled - 1, state.rate / state.baseline - 1
+        reason = f"{100 * more:+.0f} % in flight, {100 * gain:+.0f} % throughput"
+        needed = max(0.05, 0.1 * more) if more > 0 else -0.05
+        if more > 0 and state.latency_s > CROWDED * state.first_latency_s:
+            needed = max(0.1, 0.5 * more)
+        if gain < needed:
+            back = state.settled * (1 + max(0.05, 0.1 * more)) + 1 if more > 0 and state.fresh else state.settled
+            return self._to(self._after_failure(state, seen, back, more), seen, back, "revert", reason)
+        if more < 0:
+            state = replace(self._settle(state, state.limit, seen.now + PROBE_AFTER_S), fresh=False)
+        elif more < 0.2 or gain < 0.6 * more:
+            state = replace(self._settle(state, state.limit, seen.now, min(0.5, 2 * state.step)), baseline=state.rate)
+        else:
+            state = replace(state, phase="ramp", base_latency_s=state.latency_s, step=1.0)
+        state = replace(state, probe_wait_s=PROBE_AFTER_S, climbed=more > 0)
+        return self._to(state, seen, state.limit, "confirm", reason)
+
+    def _after_failure(self, state: WindowState, seen: Observation, back: float, more: float) -> WindowState:
+        if more < 0:
+            return replace(self._settle(state, back, seen.now, step=0.5), climbed=False)
         wait_s = max(state.probe_wait_s, 4 * state.latency_s)
-        state = self._settle(state, back, seen.now + wait_s, step=max(0.125, state.step / 2))
-        state = replace(state, fresh=False, probe_wait_s=min(240.0, 2 * state.probe_wait_s))
-        return self._to(state, seen, back, "revert", reason)
+        settled = self._settle(state, back, seen.now + wait_s, step=max(1 / 16, state.step / 2))
+        wait_s = min(PROBE_WAIT_S, 2 * state.probe_wait_s)
+        return replace(settled, fresh=False, probe_wait_s=wait_s, overshot=state.climbed, climbed=False)
 
-    def _probe(self, state: State, seen: Observation) -> Decision | None:
-        if state.phase != "steady":
+    def _probe(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "steady" or state.queue_seen:
             return None
-        if state.rate is not None:
-            jumped = state.baseline is not None and state.rate > 1.1 * state.baseline
-            state = replace(state, baseline=state.rate, probe_at=seen.now if jumped else state.probe_at)
+        if state.rate is not None and state.baseline is not None and state.rate > 1.1 * state.baseline:
+            return self._to(
+                replace(state, baseline=None, probe_at=seen.now), seen, state.limit, "hold", "it got faster"
+            )
+        state = replace(state, baseline=state.rate or state.baseline)
+        if state.baseline is None or seen.now < state.probe_at:
+            return self._to(state, seen, state.limit, "hold", "until the next probe")
         limit = self.bounds.clamp(max(state.limit + 1, state.limit * (1 + state.step)), seen.memory_pages)
-        if state.baseline is None or seen.now < state.probe_at or limit <= state.limit or state.queue_seen:
-            return self._to(state, seen, state.limit, "hold", "throughput does not grow with more in flight")
-        return self._to(replace(state, phase="probe"), seen, limit, "probe", "is there more to be had?")
+        at_the_top = limit <= state.limit
+        fewer = self.bounds.clamp(1 + 1.5 * state.baseline * state.first_latency_s)
+        if (state.overshot or (state.climbed and at_the_top)) and fewer < 0.6 * state.limit:
+            limit, question = fewer, "are fewer enough?"
+        elif at_the_top:
+            return None
+        else:
+            question = "is there more to be had?"
+        return self._to(replace(state, phase="probe", overshot=False), seen, limit, "probe", question)
 
-    def _settle(self, state: State, limit: int, probe_at: float, step: float = 0.25) -> State:
-        """Return the state of a window that has found its place, until the next probe."""
-        settled = self.bounds.clamp(limit)
-        return replace(state, phase="steady", settled=settled, fresh=True, baseline=None, step=step, probe_at=probe_at)
+    def _stay(self, state: WindowState, seen: Observation) -> Decision:
+        return self._to(state, seen, state.limit, "hold", "as it was")
 
 
-def _new_round(state: State, seen: Observation, settling: bool = True) -> State:
+# --- what is remembered ---
+
+
+def _with_answers(state: WindowState, seen: Observation) -> WindowState:
+    answers = seen.done - state.done
+    if state.started is None and (seen.in_flight or seen.done):
+        state = replace(state, started=seen.now, stepped_at=seen.now)
+    if answers > 0:
+        mean_s = (seen.latency_sum_s - state.latency_sum_s) / answers
+        weight = answers / (answers + 16) if state.latency_s else 1.0
+        latency_s = state.latency_s + weight * (mean_s - state.latency_s)
+        state = replace(state, latency_s=latency_s, answered_at=seen.now)
+    if state.phase == "start" and seen.first_latency_s:
+        state = replace(state, phase="ramp", base_latency_s=seen.first_latency_s)
+    if not state.first_latency_s and seen.first_latency_s:
+        state = replace(state, first_latency_s=seen.first_latency_s)
+    return replace(state, done=seen.done, latency_sum_s=seen.latency_sum_s, answers=max(0, answers))
+
+
+def _with_gauges(state: WindowState, seen: Observation) -> WindowState:
+    waiting = seen.gauges.waiting
+    dry_since = (seen.now if state.dry_since is None else state.dry_since) if waiting == 0 else None
+    dry_for_s = seen.now - dry_since if dry_since is not None else 0.0
+    forgotten = waiting is None or dry_for_s > max(PROBE_AFTER_S, 2 * state.latency_s)
     return replace(
         state,
-        round_at=seen.now,
-        round_done=seen.done,
-        round_size=max(1, seen.in_flight),
-        round_full_s=0.0,
-        settling=settling,
-        rate=None,
+        queued_since=(state.queued_since or seen.now) if waiting else None,
+        dry_since=dry_since,
+        empty_since=(state.empty_since or seen.now) if seen.queue_is_empty else None,
+        queue_seen=state.queue_seen and not forgotten,
     )
 
 
-def _pruned(recent: tuple[tuple[float, int], ...], seen: Observation, span_s: float) -> tuple[tuple[float, int], ...]:
-    recent = (*recent, (seen.now, seen.done))
-    while len(recent) > 2 and recent[1][0] <= seen.now - span_s:
-        recent = recent[1:]
-    return recent
+def _with_round(state: WindowState, seen: Observation) -> WindowState:
+    """Go on with the round, or end it: its throughput is kept for this tick if it says something."""
+    passed_s = seen.now - (seen.now if state.now is None else state.now)
+    state = replace(state, now=seen.now, rate=None, round_full_s=state.round_full_s + passed_s * seen.full_share)
+    took_s, answers = seen.now - state.round_at, seen.done - state.round_done
+    if not state.round_size or took_s <= 0:
+        return _new_round(state, seen)
+    if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
+        return state
+    says_something = not state.settling and state.round_full_s >= 0.8 * took_s
+    return replace(_new_round(state, seen), settling=False, rate=answers / took_s if says_something else None)
 
 
-def _stepped(state: State, seen: Observation) -> State:
-    return replace(state, stepped_at=seen.now, stepped_done=seen.done)
+def _new_round(state: WindowState, seen: Observation) -> WindowState:
+    size = max(1, seen.in_flight)
+    return replace(
+        state, round_at=seen.now, round_done=seen.done, round_size=size, round_full_s=0.0, settling=True, rate=None
+    )
 
 
-def _pause_s(state: State) -> float:
+def _stepped(state: WindowState, seen: Observation) -> WindowState:
+    return replace(state, stepped_at=seen.now, stepped_done=seen.done, stepped_tokens=seen.gauges.made_tokens or 0.0)
+
+
+def _pause_s(state: WindowState) -> float:
     return min(30.0, max(1.0, state.latency_s))
 
 
+# --- what bounds us ---
+
+
+def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
+    """Say what keeps the run from being faster: `engine`, `preparation`, `source`, `memory` or `limit`.
+
+    A window with free places is short of pages: of prepared ones while the threads that prepare have their hands full,
+    else of rows. A full one waits for the engine where the engine has a queue, refuses, or answers no faster when it is
+    given more; else for memory, or for the window itself: its upper bound, or that it is still growing.
+    """
+    state = decision.state
+    if not seen.is_full and seen.in_flight <= state.limit:
+        return "preparation" if seen.preparing >= seen.threads else "source"
+    at_the_top = decision.limit >= bounds.most
+    slower = bool(state.first_latency_s) and state.latency_s > 1.5 * state.first_latency_s
+    if seen.gauges.waiting or decision.rule in {"refused", "preempted", "silent", "late"} or slower:
+        return "engine"
+    if seen.memory_pages is not None and decision.limit >= seen.memory_pages:
+        return "memory"
+    return "limit" if at_the_top or state.phase in {"start", "ramp"} else "engine"
+
+
+# --- the window ---
+
+
 class Gate:
-    """So many places and no more, given in the order of asking. Fewer places take none away from those inside."""
+    """So many places and no more, given in the order of asking. Fewer places take none from those inside."""
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -456,7 +498,7 @@ class Gate:
 
     def try_enter(self) -> bool:
         """Take a place if there is one and nobody stands in line."""
-        if self.taken >= self.places or any(not ticket.done() for ticket in self._line):
+        if self.taken >= self.places or self.waiting:
             return False
         self.taken += 1
         return True
@@ -470,7 +512,7 @@ class Gate:
         try:
             await ticket
         except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled():  # the place was given at the moment of the cancellation
+            if ticket.done() and not ticket.cancelled():  # the place was given just before the cancellation
                 self.leave()
             raise
 
@@ -480,7 +522,7 @@ class Gate:
         self._admit()
 
     def resize(self, places: int) -> None:
-        """Change the number of places; who can come in does so at once."""
+        """Change the number of places; those who can come in now do."""
         self.places = places
         self._admit()
 
@@ -493,68 +535,160 @@ class Gate:
 
 
 class Window:
-    """The pages in flight: `acquire` and `release` around each, `observe` twice a second, `trouble` where one fails."""
+    """The pages in flight: `acquire` and `release` around each, `trouble` for each failed try, `observe` every tick.
 
-    def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
+    `ahead` is a second gate, for the pages that are prepared or in flight: as many as the window plus `ahead`.
+    """
+
+    def __init__(self, bounds: Bounds, ahead: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules = Rules(bounds)
-        self.state = self.rules.start()
-        self.gate = Gate(self.state.limit)
+        self.seconds_bound: defaultdict[str, float] = defaultdict(float)  # what bounded the run, and for how long
+        self._state = self.rules.start()
+        self._gate = Gate(self._state.limit)
+        self._ahead = ahead
+        self.ahead = Gate(self._state.limit + ahead)
         self._clock = clock
+        self._begun = self._looked_at = self._marked_at = clock()
+        self._full_s = 0.0
         self._done = self._tokens = 0
         self._latency_sum_s = 0.0
-        self._trouble: Counter[str] = Counter()
-        self._looked_at = self._full_since = clock()
-        self._full_s = 0.0
+        self._first = _FirstPages()
+        self._troubles: Counter[str] = Counter()
 
     @property
     def limit(self) -> int:
-        return self.gate.places
+        """How many pages may be in flight now."""
+        return self._gate.places
 
     @property
     def in_flight(self) -> int:
-        return self.gate.taken
+        """How many are; more than the limit for a while after a cut."""
+        return self._gate.taken
+
+    async def acquire(self) -> float:
+        """Wait for a place, in the order of asking; return the time, for `release`."""
+        self._mark()
+        await self._gate.enter()
+        self._mark()
+        return self._clock()
 
     def try_acquire(self) -> float | None:
+        """Take a place at once, or return None."""
         self._mark()
-        return self._clock() if self.gate.try_enter() else None
+        return self._clock() if self._gate.try_enter() else None
 
     def release(self, since: float, answered: bool = True, tokens: int = 0) -> None:
+        """Give the place back that was got at `since`; `answered`: whether the engine worked for it."""
         self._mark()
+        latency_s = self._clock() - since
         if answered:
+            self._first.note_answer(since + latency_s, self._gate.taken)
             self._done += 1
             self._tokens += tokens
-            self._latency_sum_s += self._clock() - since
-        self.gate.leave()
+            self._latency_sum_s += latency_s
+        self._first.note_end(since, latency_s)
+        self._gate.leave()
 
     def trouble(self, kind: str) -> None:
-        self._trouble[kind] += 1
+        """Count a try that failed: `refused` (429, 503), `timeout` or `failed` (other 5xx, broken connections)."""
+        self._troubles[kind] += 1
 
-    def _mark(self) -> None:
-        now = self._clock()
-        if self.gate.taken >= self.gate.places:
-            self._full_s += now - self._full_since
-        self._full_since = now
-
-    def observe(self, **more):
+    def observe(
+        self,
+        gauges: Gauges | None = None,
+        memory_available: int | None = None,
+        bytes_a_page: float | None = None,
+        preparing: int = 0,
+        threads: int = 1,
+    ) -> dict[str, Any]:
+        """Look, decide, and return the decision as telemetry for JSON."""
         self._mark()
         now = self._clock()
-        took = now - self._looked_at
+        passed_s = now - self._looked_at
         seen = Observation(
             now=now,
-            in_flight=self.gate.taken,
-            ready=self.gate.waiting,
-            full_share=self._full_s / took if took > 0 else 1.0,
+            in_flight=self._gate.taken,
+            ready=self._gate.waiting,
+            full_share=min(1.0, self._full_s / passed_s) if passed_s > 0 else 1.0,
             done=self._done,
             latency_sum_s=self._latency_sum_s,
+            first_latency_s=self._first.latency_s,
             tokens=self._tokens,
-            refused=self._trouble["refused"],
-            timeouts=self._trouble["timeout"],
-            failed=self._trouble["failed"],
-            **more,
+            refused=self._troubles["refused"],
+            timeouts=self._troubles["timeout"],
+            failed=self._troubles["failed"],
+            gauges=gauges or Gauges(),
+            memory_available=memory_available,
+            bytes_a_page=bytes_a_page,
+            preparing=preparing,
+            threads=threads,
         )
-        self._looked_at, self._full_s = now, 0.0
-        self._trouble.clear()
-        d = self.rules.decide(self.state, seen)
-        self.state = d.state
-        self.gate.resize(d.limit)
-        return d
+        decision = self.rules.decide(self._state, seen)
+        bound = bounded_by(decision, seen, self.rules.bounds)
+        self.seconds_bound[bound] += passed_s
+        self._state, self._looked_at, self._full_s = decision.state, now, 0.0
+        self._troubles.clear()
+        self._gate.resize(decision.limit)
+        self.ahead.resize(decision.limit + self._ahead)
+        return telemetry(decision, seen, bound, now - self._begun)
+
+    def _mark(self) -> None:
+        """Add the time since the last change to that in which every place was taken."""
+        now = self._clock()
+        self._full_s += (now - self._marked_at) * (self._gate.taken >= self._gate.places)
+        self._marked_at = now
+
+
+class _FirstPages:
+    """The pages sent before the first answer: how long they took says how fast the engine is without a crowd."""
+
+    def __init__(self) -> None:
+        self._answer_at: float | None = None
+        self._sent = self._ended = 0
+        self._latency_sum_s = 0.0
+
+    def note_answer(self, now: float, in_flight: int) -> None:
+        if self._answer_at is None:
+            self._answer_at, self._sent = now, in_flight
+
+    def note_end(self, since: float, latency_s: float) -> None:
+        if self._answer_at is not None and since < self._answer_at:
+            self._ended += 1
+            self._latency_sum_s += latency_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """Their mean latency; None before nine in ten have ended."""
+        return self._latency_sum_s / self._ended if self._ended and self._ended >= 0.9 * self._sent else None
+
+
+def fixed_window(places: int, ahead: int = 0) -> Window:
+    """Return a window that stays as it is."""
+    return Window(Bounds(least=places, most=places, initial=places), ahead)
+
+
+def telemetry(decision: Decision, seen: Observation, bound: str, age_s: float) -> dict[str, Any]:
+    """Return a decision, what was seen, and what bounds the run, as one JSON line of the telemetry file."""
+    return {
+        "at_s": round(age_s, 2),
+        "limit": decision.limit,
+        "rule": decision.rule,
+        "reason": decision.reason,
+        "bounded_by": bound,
+        "phase": decision.state.phase,
+        "in_flight": seen.in_flight,
+        "ready": seen.ready,
+        "preparing": seen.preparing,
+        "full_share": round(seen.full_share, 3),
+        "done": seen.done,
+        "tokens": seen.tokens,
+        "latency_s": round(decision.state.latency_s, 3),
+        "refused": seen.refused,
+        "timeouts": seen.timeouts,
+        "failed": seen.failed,
+        "running": seen.gauges.running,
+        "waiting": seen.gauges.waiting,
+        "kv_usage": seen.gauges.kv_usage,
+        "preemptions": seen.gauges.preemptions,
+        "memory_pages": seen.memory_pages,
+    }

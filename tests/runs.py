@@ -48,6 +48,7 @@ JSON_KEYS = [
     "statuses",
     "requests",
     "retries",
+    "restarts",
     "prompt_tokens",
     "tokens",
     "seconds",
@@ -132,12 +133,17 @@ def built_script() -> ModuleType:
     return module
 
 
-def run_here(*words: str | Path) -> Ended:
-    """Run the built file's `main` in this process."""
+def without_canary(words: Sequence[str | Path], canary: bool = False) -> list[str]:
+    """The words of a command line, with `--no-canary` before them unless a canary is wanted."""
+    return [*(() if canary else ("--no-canary",)), *map(str, words)]
+
+
+def run_here(*words: str | Path, canary: bool = False) -> Ended:
+    """Run the built file's `main` in this process; the stub can't read, so it is not asked about the canary page."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            code = int(built_script().main([str(word) for word in words]))
+            code = int(built_script().main(without_canary(words, canary)))
         except SystemExit as end:
             code = int(end.code or 0)
     return Ended(code, stdout.getvalue(), stderr.getvalue())
@@ -146,8 +152,8 @@ def run_here(*words: str | Path) -> Ended:
 class Running:
     """The built file in a process of its own, killed on leaving the `with` block if it still runs."""
 
-    def __init__(self, *words: str | Path, env: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, str(SCRIPT), *map(str, words)]
+    def __init__(self, *words: str | Path, env: Mapping[str, str] | None = None, canary: bool = False) -> None:
+        command = [sys.executable, str(SCRIPT), *without_canary(words, canary)]
         self._process = subprocess.Popen(
             command,
             env=os.environ if env is None else env,

@@ -631,12 +631,12 @@ class Stub:
             self.stats.paths[request.path] += 1
             try:
                 if request.path.startswith(("/v1", "/v2")) and not self._is_authorised(request):
-                    response: web.StreamResponse = web.json_response({"error": "Unauthorized"}, status=401)
+                    response: web.StreamResponse = json_answer({"error": "Unauthorized"}, status=401)
                 else:
                     response = await handler(request)
             except web.HTTPException as error:
                 refusal = RefusalError(error.status, error.reason, error.reason)
-                response = web.json_response(refusal.body, status=error.status)
+                response = json_answer(refusal.body, status=error.status)
             log(f'{request.remote} - "{request.method} {request.path} HTTP/1.1" {response.status}')
             return response
 
@@ -654,7 +654,7 @@ class Stub:
 
     async def version(self, request: web.Request) -> web.Response:
         """The engine's version."""
-        return web.json_response({"version": self.settings.version})
+        return json_answer({"version": self.settings.version})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """The gauges and counters; 404 where they are switched off."""
@@ -665,7 +665,7 @@ class Stub:
 
     async def models(self, request: web.Request) -> web.Response:
         """The models served."""
-        return web.json_response({"object": "list", "data": [self._model_card(name) for name in self.names]})
+        return json_answer({"object": "list", "data": [self._model_card(name) for name in self.names]})
 
     def _model_card(self, name: str) -> dict[str, object]:
         created = int(time.time())
@@ -705,7 +705,7 @@ class Stub:
             response = await self._answer(request, body, page)
             outcome = "reset" if request.transport is None or request.transport.is_closing() else str(response.status)
         except RefusalError as refusal:
-            response, outcome = web.json_response(refusal.body, status=refusal.status), str(refusal.status)
+            response, outcome = json_answer(refusal.body, status=refusal.status), str(refusal.status)
         except asyncio.CancelledError:
             self.stats.cancelled += 1
             raise
@@ -737,6 +737,10 @@ class Stub:
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise invalid_body({"type": "missing", "loc": "body.messages", "msg": "Field required"}, "body.messages")
         self._check_model(body.get("model"))
+        temperature = body.get("temperature")
+        if isinstance(temperature, int | float) and temperature < 0:
+            message = f"temperature must be non-negative, got {float(temperature)}. "
+            raise bad_request(f"{message}(parameter=temperature, value={float(temperature)})", "temperature")
         return body
 
     def _check_model(self, model: object) -> None:
@@ -831,7 +835,7 @@ class Stub:
         if fault.kind == "garbage":
             return web.Response(body=b"<html>upstream is busy</html>\x00\xff", content_type="text/html")
         headers = {"Retry-After": f"{fault.retry_after:g}"} if fault.retry_after is not None else {}
-        return web.json_response(scripted_error(fault).body, status=fault.code, headers=headers)
+        return json_answer(scripted_error(fault).body, status=fault.code, headers=headers)
 
     async def _half_close(self, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
         content = json.dumps(body).encode()
@@ -876,7 +880,7 @@ class Stub:
             "pid": os.getpid(),
             "settings": dataclasses.asdict(self.settings),
         }
-        return web.json_response(counted)
+        return json_answer(counted)
 
     async def configure(self, request: web.Request) -> web.Response:
         """Change settings (the fields of `Settings`), and the whole list of faults (`faults`)."""
@@ -891,20 +895,26 @@ class Stub:
         for name in changes:
             setattr(self.settings, name, getattr(settings, name))
         self.engine.admit()
-        return web.json_response({"settings": dataclasses.asdict(settings), "faults": [f.spec for f in faults]})
+        return json_answer({"settings": dataclasses.asdict(settings), "faults": [f.spec for f in faults]})
 
     async def reset(self, request: web.Request) -> web.Response:
         """Count anew; requests in flight stay counted as in flight."""
         in_flight = self.stats.in_flight
         self.stats = Stats(in_flight=in_flight, max_in_flight=in_flight)
         self.engine.max_running = self.engine.running
-        return web.json_response({})
+        return json_answer({})
 
 
 def _parts(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for message in body["messages"]:
         content = message.get("content")
         yield from content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+
+
+def json_answer(data: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A JSON body as vLLM sends it: its type says nothing of a charset."""
+    named = {"Content-Type": "application/json", **(headers or {})}
+    return web.Response(body=json.dumps(data).encode(), status=status, headers=named)
 
 
 def reset_connection(request: web.Request) -> None:

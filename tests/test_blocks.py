@@ -17,6 +17,7 @@ from src.blocks import (
     BlockFolder,
     BlockPlan,
     appended_info,
+    block_name,
     block_number,
     block_table,
     check_columns,
@@ -61,7 +62,7 @@ def test_blocks_partition_any_split_exactly(num_rows: int, block_rows: int) -> N
     positions = [position for number in range(len(plan)) for position in plan.positions(number)]
     assert positions == list(range(num_rows))
     assert all(0 < len(plan.positions(number)) <= block_rows for number in range(len(plan)))
-    names = [plan.file_name(number) for number in range(len(plan))]
+    names = [block_name("train", number) for number in range(len(plan))]
     assert names == sorted(set(names))
     assert [block_number("train", Path(name).name) for name in names] == list(range(len(plan)))
 

@@ -120,7 +120,12 @@ def answers(llm: Any, widths: Sequence[int], batch_size: int = 8) -> list[PageRe
 
     async def ask_all() -> list[PageResult | BaseException]:
         engine = OfflineEngine(
-            llm, QUESTION, dict, batch_size=batch_size, is_death=lambda error: isinstance(error, DeadError)
+            llm,
+            QUESTION,
+            dict,
+            batch_size=batch_size,
+            is_death=lambda error: isinstance(error, DeadError),
+            is_gone=lambda: False,
         )
         try:
             tickets = [engine.encode(Page(Image.new("L", (width, 30)), None), width) for width in widths]
@@ -203,7 +208,9 @@ def test_a_dead_engine_ends_every_page_with_an_error_that_stops_the_run(kind: ty
 
 def test_after_its_death_the_engine_takes_no_page_and_its_watch_tells() -> None:
     async def ask_late() -> None:
-        engine = OfflineEngine(Stepping(dies_at=30), QUESTION, dict, batch_size=8, is_death=lambda error: True)
+        engine = OfflineEngine(
+            Stepping(dies_at=30), QUESTION, dict, batch_size=8, is_death=lambda error: True, is_gone=lambda: False
+        )
         ticket = engine.encode(Page(Image.new("RGB", (30, 30)), None), 0)
         with pytest.raises(EngineError):
             await engine.ask(ticket, None)  # type: ignore[arg-type]
@@ -214,6 +221,29 @@ def test_after_its_death_the_engine_takes_no_page_and_its_watch_tells() -> None:
         engine.stop()
 
     asyncio.run(ask_late())
+
+
+def test_an_engine_whose_process_is_gone_is_noticed_while_a_step_waits_for_ever() -> None:
+    class Stuck(Stepping):
+        def step(self) -> list[Output]:
+            stuck.wait()
+            return []
+
+    async def ask_it() -> None:
+        engine = OfflineEngine(
+            Stuck(), QUESTION, dict, batch_size=8, is_death=lambda _: False, is_gone=stuck_since.is_set
+        )
+        ticket = engine.encode(Page(Image.new("RGB", (30, 30)), None), 0)
+        asking = asyncio.create_task(engine.ask(ticket, None))  # type: ignore[arg-type]
+        stuck_since.set()
+        with pytest.raises(EngineError, match="its process is gone"):
+            await engine.watch()
+        engine.stop()
+        asking.cancel()
+
+    stuck, stuck_since = threading.Event(), threading.Event()
+    asyncio.run(ask_it())
+    stuck.set()
 
 
 def test_the_template_gets_its_arguments() -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 PAGES = 64
 COLD = ("--temperature", "0", "--max-tokens", "400", "--block-rows", "8")
 WARM = ("--temperature", "0.2", "--top-p", "0.9", "--max-tokens", "400", "--block-rows", "8")
-TINY = ("--model", str(CHECKPOINT), "--max-model-len", "2048")
+TINY = ("--model", str(CHECKPOINT), "--max-model-len", "4096")
 TINY_ENGINE = ("--", "--dtype", "bfloat16", "--enforce-eager", "--no-enable-chunked-prefill")  # as in tests/vllm_cpu.py
 
 
@@ -65,7 +65,8 @@ class Script:
 
 
 def start(python: Path, script: str, *words: object, log: Path) -> Script:
-    command = [str(python), str(ROOT / script), *map(str, words)]
+    # the tiny model reads no font but its own: tests/test_engine_trust.py has a canary page for it
+    command = [str(python), str(ROOT / script), "--no-canary", *map(str, words)]
     with log.open("w") as stderr:
         return Script(
             subprocess.Popen(command, env=cpu_engine_env(), stdout=subprocess.PIPE, stderr=stderr, text=True), log
@@ -183,7 +184,7 @@ def test_with_seeds_most_texts_are_identical_at_the_models_own_temperature(
 
 def test_a_killed_engine_ends_the_offline_run_with_its_closed_blocks_kept(killed: Killed) -> None:
     assert killed.first.code == 1
-    assert "the engine has died: EngineDeadError" in killed.first.advice
+    assert "the engine has died" in killed.first.advice
     assert "the same command goes on" in killed.first.advice
     assert 0 < len(killed.blocks_after_first) < PAGES // 8
     assert killed.first.line["statuses"]["ok"] == 8 * len(killed.blocks_after_first)

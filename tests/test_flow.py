@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from src.pages import Page, PageLimits, Refusal
 from src.report import Tally
 from src.result import PageResult
 from src.source import Source
+from src.window import fixed_window
 from tests.stub_vllm import tagged_png
 
 PNG = tagged_png(0)
@@ -80,31 +81,35 @@ def pages(count: int, broken: set[int] = frozenset()) -> pa.Table:  # type: igno
     return pa.table({"id": list(range(count)), "image": pa.array(cells, pa.binary())})
 
 
-def job_of(
-    rows: TableRows, output: Path, *, block_rows: int, concurrency: int, order: Sequence[int] | None = None
-) -> Job:
+def job_of(rows: TableRows, output: Path, *, block_rows: int, order: Sequence[int] | None = None) -> Job:
     chosen = range(rows.num_rows) if order is None else order
     return Job(
         source=Source("here", "train", "image", rows, chosen, "fp", is_private=True),
         plan=BlockPlan("train", len(chosen), block_rows),
-        folder=BlockFolder(output, "train"),
+        blocks=BlockFolder(output, "train"),
+        todo=(),
         limits=PageLimits(1540),
         output_column="markdown",
         settings={},
         info={},
-        concurrency=concurrency,
     )
 
 
-def run(job: Job, engine: FakeEngine) -> Tally:
+def run(job: Job, engine: FakeEngine, concurrency: int = 4) -> Tally:
     tally = Tally(job.plan.num_rows)
-    with job.folder.locked():
-        asyncio.run(run_job(job, engine, tally))
+    missing = [number for number in range(len(job.plan)) if number not in job.blocks.closed()]
+    job = replace(job, todo=missing)
+
+    async def ask_all() -> None:
+        await run_job(job, engine, tally, fixed_window(concurrency, ahead=2))
+
+    with job.blocks.locked():
+        asyncio.run(ask_all())
     return tally
 
 
 def output_of(job: Job) -> list[dict[str, Any]]:
-    tables = [pq.read_table(job.folder.path(number)) for number in sorted(job.folder.closed())]
+    tables = [pq.read_table(job.blocks.where(number)) for number in sorted(job.blocks.closed())]
     return [row for table in tables for row in table.to_pylist()]
 
 
@@ -120,18 +125,18 @@ def test_whatever_fails_when_each_row_is_there_once_in_order_with_its_input_unch
     rows = TableRows(pages(count, broken))
     concurrency, block_rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 12))
     with tempfile.TemporaryDirectory() as folder:
-        job = job_of(rows, Path(folder), block_rows=block_rows, concurrency=concurrency)
+        job = job_of(rows, Path(folder), block_rows=block_rows)
         for fall in falls:
-            closed = job.folder.closed()
+            closed = job.blocks.closed()
             engine = FakeEngine({**statuses, fall: "raise"}, steps)
             try:
-                run(job, engine)
+                run(job, engine, concurrency)
             except EngineError:
                 assert fall not in broken
-            assert job.folder.closed() >= closed
+            assert job.blocks.closed() >= closed
         engine = FakeEngine(statuses, steps)
-        before = job.folder.closed()
-        run(job, engine)
+        before = job.blocks.closed()
+        run(job, engine, concurrency)
         assert engine.most_in_flight <= concurrency
         assert len(engine.asked) == len(set(engine.asked))
         assert not [row for row in engine.asked if row // block_rows in before]
@@ -146,21 +151,21 @@ def test_whatever_fails_when_each_row_is_there_once_in_order_with_its_input_unch
 
 
 def test_a_fault_of_the_engine_ends_the_run_and_closed_blocks_stay(tmp_path: Path) -> None:
-    job = job_of(TableRows(pages(30)), tmp_path, block_rows=5, concurrency=2)
+    job = job_of(TableRows(pages(30)), tmp_path, block_rows=5)
     with pytest.raises(EngineError, match="the engine is gone"):
         run(job, FakeEngine({22: "raise"}, dict.fromkeys(range(30), 1)))
-    assert 0 in job.folder.closed()
-    assert 4 not in job.folder.closed()
+    assert 0 in job.blocks.closed()
+    assert 4 not in job.blocks.closed()
 
 
 def test_a_source_that_fails_in_mid_run_ends_it_with_its_own_error(tmp_path: Path) -> None:
-    job = job_of(TableRows(pages(30), fails_at=17), tmp_path, block_rows=5, concurrency=2)
+    job = job_of(TableRows(pages(30), fails_at=17), tmp_path, block_rows=5)
     with pytest.raises(SourceError, match="the disk is gone"):
         run(job, FakeEngine())
 
 
 def test_a_disk_that_is_full_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(TableRows(pages(3)), tmp_path, block_rows=5, concurrency=2)
+    job = job_of(TableRows(pages(3)), tmp_path, block_rows=5)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -177,14 +182,14 @@ def test_an_engine_whose_watch_raises_ends_the_run(tmp_path: Path) -> None:
 
     engine = Watched(steps={0: 10**9})
     with pytest.raises(EngineError, match="ended by itself"):
-        run(job_of(TableRows(pages(3)), tmp_path, block_rows=5, concurrency=2), engine)
+        run(job_of(TableRows(pages(3)), tmp_path, block_rows=5), engine)
 
 
 def test_closed_blocks_are_not_even_read(tmp_path: Path) -> None:
     rows = TableRows(pages(20))
-    job = job_of(rows, tmp_path, block_rows=5, concurrency=4)
+    job = job_of(rows, tmp_path, block_rows=5)
     run(job, FakeEngine())
-    job.folder.path(2).unlink()
+    Path(job.blocks.where(2)).unlink()
     rows.reads.clear()
     engine = FakeEngine()
     run(job, engine)
@@ -194,7 +199,7 @@ def test_closed_blocks_are_not_even_read(tmp_path: Path) -> None:
 
 def test_one_slow_page_does_not_open_blocks_without_end(tmp_path: Path) -> None:
     rows = TableRows(pages(200))
-    job = job_of(rows, tmp_path, block_rows=4, concurrency=4)
+    job = job_of(rows, tmp_path, block_rows=4)
     engine = FakeEngine(steps={0: 3000})
     open_at_most = 0
     written = BlockFolder.write
@@ -215,7 +220,7 @@ def test_one_slow_page_does_not_open_blocks_without_end(tmp_path: Path) -> None:
 
 def test_a_shuffled_run_keeps_its_own_order_and_asks_by_address(tmp_path: Path) -> None:
     order = [7, 3, 9, 1]
-    job = job_of(TableRows(pages(10)), tmp_path, block_rows=3, concurrency=2, order=order)
+    job = job_of(TableRows(pages(10)), tmp_path, block_rows=3, order=order)
     engine = FakeEngine()
     run(job, engine)
     assert [row["id"] for row in output_of(job)] == order
@@ -223,7 +228,7 @@ def test_a_shuffled_run_keeps_its_own_order_and_asks_by_address(tmp_path: Path) 
 
 
 def test_the_tally_counts_what_happened(tmp_path: Path) -> None:
-    job = job_of(TableRows(pages(10, broken={4})), tmp_path, block_rows=4, concurrency=3)
+    job = job_of(TableRows(pages(10, broken={4})), tmp_path, block_rows=4)
     tally = run(job, FakeEngine({2: "truncated"}))
     assert (tally.done, tally.failed, tally.requests, tally.blocks) == (10, 2, 9, 3)
     assert dict(tally.statuses) == {"ok": 8, "truncated": 1, "error": 1}

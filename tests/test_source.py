@@ -125,7 +125,9 @@ def test_the_image_column_is_found_by_name_then_by_type() -> None:
     features = datasets.Features({"scan": datasets.Image(), "id": datasets.Value("string")})
     assert choose_image_column(features.arrow_schema, None) == "scan"
     assert choose_image_column(pa.schema([("image", pa.binary()), ("x", pa.int8())]), None) == "image"
-    assert choose_image_column(features.arrow_schema, "id") == "id"
+    assert choose_image_column(pa.schema([("image", pa.binary()), ("b", pa.large_binary())]), "b") == "b"
+    with pytest.raises(UsageError, match=r"'id' holds no pictures but string"):
+        choose_image_column(features.arrow_schema, "id")
     with pytest.raises(UsageError, match=r"no column 'page'.*scan, id"):
         choose_image_column(features.arrow_schema, "page")
     with pytest.raises(UsageError, match=r"--image-column: a, b"):

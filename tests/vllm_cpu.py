@@ -41,7 +41,7 @@ SERVE_ARGS = (
     '--limit-mm-per-prompt={"image": 1}',
     "--mm-processor-cache-gb=0",
     "--no-enable-prefix-caching",
-    "--max-model-len=2048",
+    "--max-model-len=4096",  # the largest page and 400 tokens of text must fit
     "--enforce-eager",
     # A prompt cut in two, of a request with a seed, kills the engine on CPU: "CPU Generator does not use offset" (0.32.0).
     "--no-enable-chunked-prefill",

@@ -10,18 +10,24 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from src.window import TICK_S, Bounds, Decision, Window
+from src.gauges import Gauges
+from src.window import TICK_S, Bounds, Window
 
 GAUGES_EVERY_S = 1.0
 
 
 @dataclass
 class Model:
-    """An engine. `ceiling` in pages/s, 0 for none; `knee` pages at once share one page's speed when they are more."""
+    """An engine. `ceiling` is in pages/s, 0 for none.
+
+    Above `knee` pages at once, they share what `knee` pages have; with `half`, so many pages halve each other's speed.
+    `spread` is that of a page's work. `refuses` names the trouble that every request meets, `refuse_above` how many
+    requests the server holds before it refuses; what it refused is asked again.
+    """
 
     slots: int
     seconds_a_page: float
@@ -33,7 +39,9 @@ class Model:
     refuse_above: int = 0
     delay_s: float = 0.03
     frozen: bool = False
-    refusing: bool = False
+    refuses: str = ""
+    gauges: bool = True
+    preemptions: float | None = None
 
     def speed(self, running: int) -> float:
         """Return how fast one of so many running pages progresses, 1 being alone."""
@@ -54,7 +62,7 @@ class Course:
 
     finished: list[float] = field(default_factory=list)
     limits: list[tuple[float, int]] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
     first_s: float = 0.0
     most_waiting: int = 0
 
@@ -84,18 +92,17 @@ class Course:
 
     def rules(self, since_s: float = 0.0, until_s: float = float("inf")) -> set[str]:
         """Return which rules decided."""
-        return {d.rule for (at, _), d in zip(self.limits, self.decisions, strict=True) if since_s <= at < until_s}
+        return {d["rule"] for (at, _), d in zip(self.limits, self.decisions, strict=True) if since_s <= at < until_s}
 
 
 class Simulation:
-    """A run: `supply` pages a second are prepared, at most `ahead` of them ahead; `script` changes the engine in time."""
+    """A run: `supply` pages a second are prepared, at most `ahead` of them ahead; `script` changes the engine."""
 
     def __init__(
         self,
         model: Model,
         bounds: Bounds | None = None,
         *,
-        gauges: bool = True,
         supply: float = 0.0,
         ahead: int = 4,
         script: tuple[tuple[float, Callable[[Model], None]], ...] = (),
@@ -106,7 +113,6 @@ class Simulation:
         self.model = model
         self.window = Window(bounds or Bounds(), clock=lambda: self.now)
         self.course = Course()
-        self._gauges = gauges
         self._supply = supply
         self._ahead = ahead
         self._memory = memory
@@ -122,7 +128,7 @@ class Simulation:
         self._finish_plan = 0
         self._ready = 0.0
         self._read_at = float("-inf")
-        self._read: dict[str, Any] = {}
+        self._read: Gauges | None = None
         self._tokens = 0.0
         for at, change in script:
             self._later(at, lambda change=change: self._change(change))  # type: ignore[misc]
@@ -163,20 +169,22 @@ class Simulation:
         self._later(self.now + self.model.delay_s, lambda: self._arrive(since))
 
     def _tick(self) -> None:
-        if self._gauges and self.now - self._read_at >= GAUGES_EVERY_S - 1e-6:
+        if self.model.gauges and self.now - self._read_at >= GAUGES_EVERY_S - 1e-6:
             self._read_at = self.now
             self._progress()
             running = len(self._running) + self._leaving
-            self._read = {"running": running, "waiting": len(self._waiting), "kv_usage": running / self.model.slots}
-            if self.model.tokens_a_page:
-                self._read["engine_tokens"] = self._tokens
-        more = dict(self._read)
-        if self._memory:
-            more |= {"memory_available": self._memory(self.window.in_flight), "bytes_a_page": 1.0}
-        more["preparing"] = 0
-        decision = self.window.observe(**more)
-        self.course.limits.append((self.now, decision.limit))
-        self.course.decisions.append(decision)
+            self._read = Gauges(
+                running=running,
+                waiting=len(self._waiting),
+                kv_usage=running / self.model.slots,
+                preemptions=self.model.preemptions,
+                made_tokens=self._tokens if self.model.tokens_a_page else None,
+            )
+        elif not self.model.gauges:
+            self._read = None
+        room = self._memory(self.window.in_flight) if self._memory else None
+        self.course.decisions.append(self.window.observe(self._read, room, bytes_a_page=1.0))
+        self.course.limits.append((self.now, self.window.limit))
         self._send()
         self._later(self.now + TICK_S, self._tick)
 
@@ -189,8 +197,8 @@ class Simulation:
 
     def _arrive(self, since: float) -> None:
         above = self.model.refuse_above
-        if self.model.refusing or (above and len(self._running) + self._leaving + len(self._waiting) >= above):
-            self.window.trouble("refused")
+        if self.model.refuses or (above and len(self._running) + self._leaving + len(self._waiting) >= above):
+            self.window.trouble(self.model.refuses or "refused")
             self._later(self.now + self._dice.uniform(0.2, 1.0), lambda: self._ask(since))
             return
         self._waiting.append(since)
@@ -250,3 +258,14 @@ class Simulation:
         self.course.finished.append(self.now)
         self.window.release(since)
         self._send()
+
+
+def becomes(**changes: Any) -> Callable[[Model], None]:
+    """Return a line of a script: from then on the engine has these values."""
+
+    def change(model: Model) -> None:
+        for name, value in changes.items():
+            assert hasattr(model, name), name
+            setattr(model, name, value)
+
+    return change

@@ -3,8 +3,8 @@
     python -m tests.loops.make_set > set.jsonl       to look at them: a JSON object a line
 
 An item is {"text", "label": "loop" or "honest", "kind", "finish_reason", "half": "tuned" or "held out"}. The made ones
-come from this file, those written by hand stand in `handwritten.jsonl`, where "repeat" may hold (unit, count, rest) that
-stand after the text. Thresholds in `src/loops.py` were set while looking at the tuned half alone.
+come from this file, those written by hand stand in `handwritten.jsonl`, where "repeat" may hold (unit, count, rest)
+that stand after the text. The bars in `src/loops.py` were set while looking at the tuned half alone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HANDWRITTEN = Path(__file__).with_name("handwritten.jsonl")
-NAMES = (
+NAMES = (  # noqa: SIM905
     "Agnes Baldric Cuthbert Dunstan Edith Felix Gertrude Hilda Ives Jutta Kilian Leocadia Maurus Notburga Odilia "
     "Pancras Quirin Roland Swithun Thecla Ursula Vitus Walburga Xenia Zita"
 ).split()
-NOUNS = (
+NOUNS = (  # noqa: SIM905
     "harbour ledger chimney orchard turbine parish copper barley sluice foundry carriage meadow lantern tannery "
     "customs bridge quarry vestry granary canal beacon cellar timber mill"
 ).split()
-VERBS = "holds follows crosses supplies borders replaces carries measures joins overlooks".split()
-ADJECTIVES = "narrow upper disused northern second wooden older common heavy remaining".split()
+VERBS = "holds follows crosses supplies borders replaces carries measures joins overlooks".split()  # noqa: SIM905
+ADJECTIVES = "narrow upper disused northern second wooden older common heavy remaining".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Item:
 
 def sentence(rng: random.Random) -> str:
     adjective, noun, verb, other = (rng.choice(words) for words in (ADJECTIVES, NOUNS, VERBS, NOUNS))
-    place = rng.choice(["since the survey", "at low water", "near the old road", "by order of the board", "in dry years"])
+    place = rng.choice(
+        ["since the survey", "at low water", "near the old road", "by order of the board", "in dry years"]
+    )
     return f"The {adjective} {noun} {verb} the {other} {place}."
 
 
@@ -119,7 +121,9 @@ def loop_page(rng: random.Random) -> str:
 
 
 def loop_table_row(rng: random.Random) -> str:
-    row = rng.choice(["| 0 | 0 | 0 | 0 |", f"| {rng.choice(NOUNS)} | 12 | – |", "|  |  |  |  |  |", "| ditto | do. | 4s. |"])
+    row = rng.choice(
+        ["| 0 | 0 | 0 | 0 |", f"| {rng.choice(NOUNS)} | 12 | – |", "|  |  |  |  |  |", "| ditto | do. | 4s. |"]
+    )
     return f"| {rng.choice(NOUNS)} | b | c |\n|---|---|---|\n" + cut(rng, lambda _: row + "\n", 4_000)
 
 
@@ -141,14 +145,27 @@ def loop_html_row(rng: random.Random) -> str:
 
 def loop_latex(rng: random.Random) -> str:
     unit = rng.choice(
-        ["\\left( ", "0 & ", "\\quad ", "x + ", "{", "\\frac{1}{2} + ", "\\begin{array}{c} ", "\\\\ 0 & 0 \n", "\\alpha, ", "_{1}"]
+        [
+            "\\left( ",
+            "0 & ",
+            "\\quad ",
+            "x + ",
+            "{",
+            "\\frac{1}{2} + ",
+            "\\begin{array}{c} ",
+            "\\\\ 0 & 0 \n",
+            "\\alpha, ",
+            "_{1}",
+        ]
     )
     return "$$\n\\begin{aligned}\n" + cut(rng, lambda _: unit)
 
 
 def loop_counter_line(rng: random.Random) -> str:
     start, step = rng.randint(1, 60), rng.choice([1, 1, 1, 2, 5])
-    form = rng.choice(["{}. The {noun} of {name}\n", "Figure {}: {noun}\n", "- [ ] {noun} {}\n", "§ {} ({noun} repealed)\n"])
+    form = rng.choice(
+        ["{}. The {noun} of {name}\n", "Figure {}: {noun}\n", "- [ ] {noun} {}\n", "§ {} ({noun} repealed)\n"]
+    )
     noun, name = rng.choice(NOUNS), rng.choice(NAMES)
     return cut(rng, lambda number: form.format(start + step * number, noun=noun, name=name), 5_000)
 
@@ -171,7 +188,10 @@ def loop_year(rng: random.Random) -> str:
 def loop_varied_word(rng: random.Random) -> str:
     """A sentence over and over with one word changing among a few."""
     few = rng.sample(NOUNS, 5)
-    start, end = f"{rng.choice(NAMES)} says that the", f"is to be kept by the {rng.choice(NOUNS)} until the next meeting. "
+    start, end = (
+        f"{rng.choice(NAMES)} says that the",
+        f"is to be kept by the {rng.choice(NOUNS)} until the next meeting. ",
+    )
     return cut(rng, lambda _: f"{start} {rng.choice(few)} {end}", 5_000)
 
 
@@ -188,7 +208,9 @@ def loop_varied_lines(rng: random.Random) -> str:
 
 def loop_script(rng: random.Random) -> str:
     """Loops in other scripts."""
-    unit = rng.choice(["同治三年正月初一日記", "の報告書による", "и так далее, ", "της πόλεως ", "و هكذا ", "中華民國", "的"])
+    unit = rng.choice(
+        ["同治三年正月初一日記", "の報告書による", "и так далее, ", "της πόλεως ", "و هكذا ", "中華民國", "的"]
+    )
     return cut(rng, lambda _: unit, 2_500, 6_000)
 
 
@@ -253,8 +275,12 @@ def honest_blank_lines(rng: random.Random) -> str:
 
 
 def honest_form(rng: random.Random) -> str:
-    line = rng.choice(["Name: ____________ Date: ________\n", "Signature ..................... Place ............\n", "☐ yes ☐ no\n"])
-    return "".join(line if rng.random() < 0.9 else f"{rng.choice(NOUNS).title()}: ______\n" for _ in range(30)) + line * 15
+    line = rng.choice(
+        ["Name: ____________ Date: ________\n", "Signature ..................... Place ............\n", "☐ yes ☐ no\n"]
+    )
+    return (
+        "".join(line if rng.random() < 0.9 else f"{rng.choice(NOUNS).title()}: ______\n" for _ in range(30)) + line * 15
+    )
 
 
 def honest_litany(rng: random.Random) -> str:
@@ -264,7 +290,9 @@ def honest_litany(rng: random.Random) -> str:
 
 
 def honest_response(rng: random.Random) -> str:
-    return "".join(f"For the {rng.choice(NOUNS)} of {rng.choice(NAMES)}:\n**Lord, hear our prayer.**\n" for _ in range(30))
+    return "".join(
+        f"For the {rng.choice(NOUNS)} of {rng.choice(NAMES)}:\n**Lord, hear our prayer.**\n" for _ in range(30)
+    )
 
 
 def honest_refrain(rng: random.Random) -> str:
@@ -311,8 +339,8 @@ def honest_punishment(rng: random.Random) -> str:
 
 
 def honest_labels(rng: random.Random) -> str:
-    label = f"{rng.choice(NAMES)} {rng.choice(NOUNS).title()}\n{rng.randint(2, 99)} {rng.choice(NOUNS).title()} Lane\nUpper Marsh\n\n"
-    return label * rng.choice([10, 14, 21, 30])
+    name, street = f"{rng.choice(NAMES)} {rng.choice(NOUNS).title()}", f"{rng.choice(NOUNS).title()} Lane"
+    return f"{name}\n{rng.randint(2, 99)} {street}\nUpper Marsh\n\n" * rng.choice([10, 14, 21, 30])
 
 
 def honest_copies(rng: random.Random) -> str:
@@ -320,17 +348,19 @@ def honest_copies(rng: random.Random) -> str:
 
 
 def honest_statement(rng: random.Random) -> str:
-    return "".join(
-        f"{n % 28 + 1:02}/06 CARD PAYMENT {rng.choice(NOUNS).upper()} {rng.randint(1, 90)}.{rng.randint(10, 99)} {rng.randint(900, 4000)}.10\n"
-        for n in range(60)
-    )
+    def line(number: int) -> str:
+        day, spent, left = number % 28 + 1, f"{rng.randint(1, 90)}.{rng.randint(10, 99)}", rng.randint(900, 4000)
+        return f"{day:02}/06 CARD PAYMENT {rng.choice(NOUNS).upper()} {spent} {left}.10\n"
+
+    return "".join(map(line, range(60)))
 
 
 def honest_index(rng: random.Random) -> str:
-    return "".join(
-        f"{rng.choice(NOUNS).title()}, {rng.choice(NAMES)}, {rng.randint(1, 400)}, {rng.randint(1, 400)}–{rng.randint(1, 400)}\n"
-        for _ in range(90)
-    )
+    def line(_: int) -> str:
+        pages = f"{rng.randint(1, 400)}, {rng.randint(1, 400)}–{rng.randint(1, 400)}"
+        return f"{rng.choice(NOUNS).title()}, {rng.choice(NAMES)}, {pages}\n"
+
+    return "".join(map(line, range(90)))
 
 
 def honest_reserved(rng: random.Random) -> str:
@@ -365,7 +395,7 @@ EACH = 6
 
 
 def made() -> Iterator[Item]:
-    """Six of each kind: the even ones to tune by, the odd ones held out. Honest ones are cut off in every third case."""
+    """Six of each kind: the even ones to tune by, the odd ones held out. Of the honest ones every third is cut off."""
     for label, makers in (("loop", LOOPS), ("honest", HONEST)):
         for kind, make in makers.items():
             for number in range(EACH):

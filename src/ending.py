@@ -1,0 +1,170 @@
+"""How a run ends: what is in the output is counted, the card written, the blocks published, the exit code found."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from .blocks import count_statuses, new_columns
+from .errors import JobError
+from .interrupt import Interrupted, Interrupts
+from .job import Run, is_private, preflight, run_info
+from .options import CommonOptions
+from .publish import publish, publish_card, write_card
+from .report import Outcome, duration, say
+from .result import SOUND
+
+AskAll = Callable[[Run, Sequence[int], ExitStack, Interrupts], None]
+
+
+def carry_out(run: Run, ask_all: AskAll) -> int:
+    """Check, ask about every page, take stock, publish; whatever happens, say so and return the exit code.
+
+    `ask_all` writes the blocks whose numbers it is given. It gets a stack to put its engine on: what is on it is closed
+    on every way out.
+    """
+    # A corrupt EXIF block is worth no line on stderr; a picture that can't be read is refused by name.
+    warnings.filterwarnings("ignore", module="PIL")
+    interrupts = Interrupts()
+    message, code = "done", 0
+    with interrupts.caught():
+        try:
+            preflight(run)
+            try:
+                _write_blocks(run, ask_all, interrupts)
+            finally:
+                take_stock(run)
+            finish(run)
+        except Interrupted as stop:
+            message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
+        except JobError as error:
+            message, code = str(error), error.exit_code
+            if interrupts.number:  # what else went wrong then is its consequence
+                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except Exception as error:
+            say_end(run, 1, f"{type(error).__name__}: {error}")
+            raise
+        if code:
+            say(f"{run.script}: {message}")
+        say_end(run, code, message)
+    return code
+
+
+def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
+    with run.at.blocks.locked():
+        if run.options.overwrite:
+            run.at.blocks.remove_all()
+        todo = run.todo()
+        if todo:
+            with ExitStack() as stack:
+                ask_all(run, todo, stack, interrupts)
+
+
+def take_stock(run: Run) -> None:
+    """Count what the closed blocks hold and write the card, whatever the end was.
+
+    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
+    its own pages are counted.
+    """
+    at = run.at
+    closed = at.blocks.closed()
+    shared = run.way.streams and run.output.repo_id is not None
+    if (shared or run.way.shard.count > 1) and not run.is_complete():
+        run.statuses = Counter(run.tally.statuses if run.tally else {})
+        return
+    if not closed:
+        return
+    run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
+    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
+    info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
+    write = publish_card if shared else write_card
+    write(
+        run.output,
+        # a local path says nothing to others
+        input_name=Path(run.options.input).name if at.source.roots else run.options.input,
+        plan=at.plan,
+        statuses=run.statuses,
+        facts={**info, "speed": speed},
+        command=run.command(),
+    )
+
+
+def finish(run: Run) -> None:
+    """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
+    if run.output.repo_id and not run.way.streams:
+        private = is_private(run, run.at.source)
+        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
+        say(f"published: {where}")
+    for title, text in first_texts(run, run.options.show):
+        say(f"\n── {title} ──\n{text}")
+    column = run.options.output_column
+    failed = sum(count for status, count in run.statuses.items() if status not in SOUND)
+    share = failed / max(1, run.statuses.total())
+    if share > run.options.max_failure_rate:
+        raise JobError(
+            f"{failed} of {run.statuses.total()} pages failed ({share:.1%}; --max-failure-rate is "
+            f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
+        )
+
+
+def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
+    """Return (title, text) of the first `count` pages of the output."""
+    text, status, error, _ = new_columns(run.options.output_column)
+    image = None if run.way.results_only else run.at.source.image_column
+    shown: list[tuple[str, str]] = []
+    for number in sorted(run.at.blocks.closed()):
+        if len(shown) >= count:
+            break
+        table = run.at.blocks.read(number, [text, status, error, *([image] if image else [])])
+        for row in table.slice(0, count - len(shown)).to_pylist():
+            cell = row.get(image)
+            name = (cell.get("path") if isinstance(cell, dict) else None) or f"page {len(shown)}"
+            shown.append((f"{name} ({row[status]})", row[text] or row[error] or ""))
+    return shown
+
+
+def refuse(script: str, options: CommonOptions, error: JobError) -> int:
+    """Say, to people and to programs, why a run did not begin; return the exit code."""
+    say(f"{script}: {error}")
+    outcome = Outcome(
+        input=options.input,
+        output=options.output,
+        split=None,
+        model=options.model,
+        engine=None,
+        exit_code=error.exit_code,
+        message=str(error),
+        seconds=0.0,
+        tally=None,
+        statuses={},
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
+    return error.exit_code
+
+
+def say_end(run: Run, code: int, message: str) -> None:
+    """Write the last line for people, and the JSON line for programs."""
+    if run.tally and run.tally.done:
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
+        took = duration(time.monotonic() - run.started)
+        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
+    outcome = Outcome(
+        input=run.options.input,
+        output=str(run.output),
+        split=run.opened.plan.split if run.opened else None,
+        model=run.options.model,
+        engine=run.engine,
+        exit_code=code,
+        message=message,
+        seconds=time.monotonic() - run.started,
+        tally=run.tally,
+        statuses=run.statuses,
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()

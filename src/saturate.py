@@ -1,0 +1,179 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "datasets>=5.2.0",
+#     "huggingface_hub>=2.4.0",
+#     "openai>=3.57.0",
+#     "pillow>=13.0.0",
+#     "tqdm>=4.70.1",
+# ]
+#
+# [tool.hf-jobs]
+# image = "vllm/vllm-openai:v0.30.0"
+# flavor = "a10g-large"
+# secrets = ["HF_TOKEN"]
+# ///
+"""Read millions of pages with LightOnOCR: a server kept full, blocks streamed in and out, stopped and resumed anywhere.
+
+On a hosted GPU (the script is fetched by URL and runs alone):
+
+    hf jobs uv run --image vllm/vllm-openai:v0.30.0 --flavor a10g-large -s HF_TOKEN --timeout 12h \\
+        SCRIPT_URL namespace/scans namespace/scans-text --block-rows 1024
+
+Several machines share an output: each is given its number, in any order, and may be killed and started again.
+
+    uv run lighton-ocr3-saturate.py namespace/scans namespace/scans-text --num-shards 4 --shard-index 0
+
+How many pages are in flight follows from what the server shows and delivers; --telemetry keeps each decision. Blocks of
+a Hub output are uploaded as they close and committed every --commit-minutes: a run on another machine finds them there.
+Columns, statuses and blocks are those of lighton-ocr-server.py.
+
+Caveat: a page counts as done when its block is closed. A killed run pays again for the blocks that were open.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from .blocks import Shard
+from .driver import DriverOptions, drive, wanted_server
+from .ending import carry_out, refuse
+from .errors import JobError, UsageError
+from .flavors import price_here
+from .flow import count_cores
+from .interrupt import Interrupts
+from .job import Run, Way, begin, make_job
+from .options import make_parser, option, parse_options
+from .report import say
+from .serve import Wanted, check_possible, running_server
+from .steering import telemetry_file, verdict
+from .window import Bounds, Window
+
+SCRIPT = "lighton-ocr3-saturate.py"
+FIRST_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaturateOptions(DriverOptions):
+    """The options of lighton-ocr3-saturate.py."""
+
+    model: str = option("lightonai/LightOnOCR-3-0.8B", "model", "model id or local checkpoint", metavar="ID")
+
+    results_only: bool = option(
+        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
+    )
+    commit_minutes: float = option(
+        10.0, "output", "minutes between two commits to a Hub output", metavar="M", minimum=0.0
+    )
+    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
+    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and write the card")
+
+    min_in_flight: int = option(1, "run", "fewest pages in flight", metavar="N", minimum=1, maximum=1000)
+    max_in_flight: int = option(512, "run", "most pages in flight", metavar="N", minimum=1, maximum=1000)
+    num_shards: int | None = option(
+        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
+    )
+    shard_index: int | None = option(
+        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
+    )
+    telemetry: str | None = option(
+        None, "run", "file for each decision about the window, as JSON lines", metavar="FILE"
+    )
+    dollars_per_hour: float | None = option(
+        None, "run", "price of an hour of this machine (default: of the flavour, where known)", metavar="D", minimum=0.0
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    assert __doc__ is not None
+    parser = make_parser(
+        SaturateOptions, prog=SCRIPT, description=__doc__, epilog="Everything after -- goes to `vllm serve` unchanged."
+    )
+    options = parse_options(parser, SaturateOptions, words)
+    try:
+        way = way_of(options, os.environ)
+        run = begin(SCRIPT, options, words)
+        run.way = way
+        wanted = wanted_server(run, options)
+        if not options.finish:
+            check_possible(wanted)
+    except JobError as error:
+        return refuse(SCRIPT, options, error)
+    return carry_out(run, functools.partial(saturate_server, options, wanted))
+
+
+def way_of(options: SaturateOptions, environment: Mapping[str, str]) -> Way:
+    """Say how the run goes about its blocks. Raises `UsageError` where options exclude each other."""
+    if options.min_in_flight > options.max_in_flight:
+        raise UsageError(
+            f"--min-in-flight {options.min_in_flight} is more than --max-in-flight {options.max_in_flight}"
+        )
+    if options.overwrite and options.retry_failed:
+        raise UsageError("--overwrite and --retry-failed exclude each other; give one of them")
+    shard = shard_of(options.num_shards, options.shard_index, environment)
+    if options.overwrite and shard.count > 1:
+        raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
+    return Way(
+        shard=shard,
+        streams=True,
+        commit_every_s=60 * options.commit_minutes,
+        results_only=options.results_only,
+        retry_failed=options.retry_failed,
+    )
+
+
+def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
+    """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
+    if count is None and index is None and "SLURM_ARRAY_TASK_ID" in environment:
+        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1") or 1)
+        count = int(environment["SLURM_ARRAY_TASK_COUNT"])
+        index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
+        say(f"shard {index} of {count}, as the Slurm array says")
+    if (count is None) != (index is None):
+        raise UsageError("--num-shards and --shard-index go together; give both")
+    shard = Shard(index or 0, count or 1)
+    if shard.index >= shard.count:
+        raise UsageError(f"--shard-index {shard.index} is not below --num-shards {shard.count}; shards count from 0")
+    return shard
+
+
+def saturate_server(
+    options: SaturateOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
+) -> None:
+    """Get a server and keep it full with the pages of the blocks `todo`."""
+    if options.finish:
+        raise UsageError(f"--finish: {len(todo)} blocks are not there yet; run without it first")
+    server = stack.enter_context(running_server(wanted))
+    if server.keeper:
+        interrupts.last_will = server.keeper.kill
+    run.engine = server.engine
+    say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
+    window = Window(bounds_of(options), ahead=2 * count_cores())
+    job = make_job(run, todo, dollars_per_hour=options.dollars_per_hour or price_here(os.environ))
+    try:
+        with telemetry_file(options.telemetry) as telemetry:
+            interrupts.run(drive(job, run, options, server, window, telemetry))
+    finally:
+        say(verdict(window.seconds_bound))
+
+
+def bounds_of(options: SaturateOptions) -> Bounds:
+    """Return what the window may be."""
+    return Bounds(
+        least=options.min_in_flight,
+        most=options.max_in_flight,
+        initial=min(options.max_in_flight, max(options.min_in_flight, FIRST_IN_FLIGHT)),
+        longest_wait_s=options.request_timeout / 2,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
