@@ -54,6 +54,9 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #       those.
 #   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
 #   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
+#       take.
+#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
 #   canary: The canary: a page of known text that an engine must read before it is trusted with the first real one.
 #   budget: Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of
 #       refusals.
@@ -64,8 +67,6 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #       failed.
 #   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
-#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
-#       take.
 #   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
 #       file.
 #   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
@@ -87,6 +88,7 @@ import functools
 import hashlib
 import io
 import ipaddress
+import itertools
 import json
 import math
 import os
@@ -1271,6 +1273,8 @@ class Tally:
     retries: int = 0
     restarts: int = 0
     verbose: bool = False
+    dollars_per_hour: float | None = None
+    bounded_by: str = ""
     prompt_tokens: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -1326,8 +1330,14 @@ class Tally:
         return (
             f"{self.rows_before + self.done}/{self.rows} pages, {self.failed} failed, {self.in_flight} in flight, "
             f"{self.pages_per_s():.2f} pages/s, {tokens_per_s:.0f} tokens/s, "
-            f"ETA {'?' if eta is None else duration(eta)}"
+            f"ETA {'?' if eta is None else duration(eta)}{self._bound_and_cost()}"
         )
+
+    def _bound_and_cost(self) -> str:
+        words = f", bounded by {self.bounded_by}" if self.bounded_by else ""
+        if self.dollars_per_hour is not None and self.done:
+            words += f", ${1000 * self.dollars_per_hour / 3600 / self.pages_per_s():.2f} per 1,000 pages"
+        return words
 
 
 def duration(seconds: float) -> str:
@@ -2026,13 +2036,15 @@ class WindowState:
     dry_since: float | None = None  # nothing waits
     empty_since: float | None = None  # nothing waits, and what we sent is running
     queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
-    # the round under way, and the throughput of one that ended at this tick
+    # the round under way, and throughput and latency of one that ended at this tick
     round_at: float = 0.0
     round_done: int = 0
     round_size: int = 0
     round_full_s: float = 0.0
+    round_latency_sum_s: float = 0.0
     settling: bool = True  # it still answers pages sent under another limit
     rate: float | None = None
+    rate_latency_s: float = 0.0
     # steady and probe
     settled: int = 0
     fresh: bool = True  # reached by growing, so that the knee may lie a little above
@@ -2067,7 +2079,7 @@ class Rules:
     5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
     6.  `drain`: more in flight than the limit: hold.
     7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
-    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once in the time that a page takes.
+    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once a round.
     9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
         97 % full): down to a queue of half of that.
     10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
@@ -2193,12 +2205,13 @@ class Rules:
         return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
 
     def _late(self, state: WindowState, seen: Observation) -> Decision | None:
-        if state.latency_s <= self.bounds.longest_wait_s or seen.now < state.quiet_until:
+        growing = state.phase in {"start", "ramp"} and seen.now >= state.quiet_until
+        latency_s = state.rate_latency_s if state.rate else state.latency_s if growing else 0.0
+        if latency_s <= self.bounds.longest_wait_s:
             return None
-        limit = 0.9 * state.limit * self.bounds.longest_wait_s / state.latency_s
-        quiet_until = seen.now + state.latency_s
-        state = self._settle(replace(state, quiet_until=quiet_until), limit, quiet_until)
-        return self._to(state, seen, limit, "late", f"a page takes {state.latency_s:.0f} s")
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / latency_s
+        state = self._settle(state, limit, seen.now + 2 * latency_s)
+        return self._to(state, seen, limit, "late", f"a page takes {latency_s:.0f} s")
 
     def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
         if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
@@ -2281,9 +2294,11 @@ class Rules:
         return self._to(state, seen, state.limit, "confirm", reason)
 
     def _after_failure(self, state: WindowState, seen: Observation, back: float, more: float) -> WindowState:
-        if more < 0:
-            return replace(self._settle(state, back, seen.now, step=0.5), climbed=False)
         wait_s = max(state.probe_wait_s, 4 * state.latency_s)
+        if more < 0:
+            braked = state.step >= 0.5
+            settled = self._settle(state, back, seen.now + (0 if braked else wait_s), state.step)
+            return replace(settled, fresh=braked, climbed=False)
         settled = self._settle(state, back, seen.now + wait_s, step=max(1 / 16, state.step / 2))
         wait_s = min(PROBE_WAIT_S, 2 * state.probe_wait_s)
         return replace(settled, fresh=False, probe_wait_s=wait_s, overshot=state.climbed, climbed=False)
@@ -2301,7 +2316,8 @@ class Rules:
         limit = self.bounds.clamp(max(state.limit + 1, state.limit * (1 + state.step)), seen.memory_pages)
         at_the_top = limit <= state.limit
         fewer = self.bounds.clamp(1 + 1.5 * state.baseline * state.first_latency_s)
-        if (state.overshot or (state.climbed and at_the_top)) and fewer < 0.6 * state.limit:
+        doubtful = state.overshot or (state.climbed and at_the_top)
+        if doubtful and state.first_latency_s and fewer < 0.6 * state.limit:
             limit, question = fewer, "are fewer enough?"
         elif at_the_top:
             return None
@@ -2356,13 +2372,21 @@ def _with_round(state: WindowState, seen: Observation) -> WindowState:
     if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
         return state
     says_something = not state.settling and state.round_full_s >= 0.8 * took_s
-    return replace(_new_round(state, seen), settling=False, rate=answers / took_s if says_something else None)
+    rate = answers / took_s if says_something else None
+    latency_s = (seen.latency_sum_s - state.round_latency_sum_s) / answers
+    return replace(_new_round(state, seen), settling=False, rate=rate, rate_latency_s=latency_s)
 
 
 def _new_round(state: WindowState, seen: Observation) -> WindowState:
-    size = max(1, seen.in_flight)
     return replace(
-        state, round_at=seen.now, round_done=seen.done, round_size=size, round_full_s=0.0, settling=True, rate=None
+        state,
+        round_at=seen.now,
+        round_done=seen.done,
+        round_size=max(1, seen.in_flight),
+        round_full_s=0.0,
+        round_latency_sum_s=seen.latency_sum_s,
+        settling=True,
+        rate=None,
     )
 
 
@@ -3933,14 +3957,14 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def make_job(run: Run, todo: Sequence[int]) -> Job:
+def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
     """Return what has to be done, and start counting."""
     at = run.at
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
     rows_before = rows - sum(len(at.plan.positions(number)) for number in missing)
-    run.tally = Tally(rows, rows_before, verbose=run.options.verbose)
+    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
     if rows_before:
         say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(ours)} blocks are to be written")
     return Job(
@@ -3954,6 +3978,243 @@ def make_job(run: Run, todo: Sequence[int]) -> Job:
         info=run_info(run),
         results_only=run.way.results_only,
     )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
+#
+# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
+# back does not count as used.
+
+
+RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
+MOST_RESERVED = 2 * 1024**3
+NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The limit that comes first, in bytes, and what is left below it."""
+
+    limit: int
+    available: int
+
+    @property
+    def for_pages(self) -> int:
+        """The bytes that pages may still take; negative where the reserve is touched already."""
+        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
+
+
+def read_memory(root: Path = Path("/")) -> HostMemory | None:
+    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
+    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
+    known = [memory for memory in found if memory]
+    return min(known, key=lambda memory: memory.for_pages) if known else None
+
+
+def own_rss(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process holds."""
+    statm = _text(root / "proc/self/statm").split()
+    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
+
+
+def _meminfo(root: Path) -> HostMemory | None:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    total = kib.get("MemTotal")
+    available = kib.get("MemAvailable", kib.get("MemFree"))
+    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and not (mount / "cgroup.controllers").exists():
+        mount = root / "sys/fs/cgroup/unified"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, where = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(","):
+            inner = PurePosixPath(where.lstrip("/"))
+            # in a container the path may be the host's, and only the mount's top is there
+            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
+    return [mount] if mount.is_dir() else []
+
+
+def _group_v2(group: Path) -> HostMemory | None:
+    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _groups_v1(root: Path) -> list[HostMemory | None]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return [_group_memory(group, *names) for group in _groups(root, "memory")]
+
+
+def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= NO_LIMIT:
+        return None
+    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    cache = stat.get(cache_name, "0")
+    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
+    return HostMemory(limit, limit - used)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class PageMeasure:
+    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
+
+    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
+    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
+    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
+    """
+
+    def __init__(self, least: int = 256 * 1024) -> None:
+        self._least = least
+        self._records: list[tuple[int, int]] = []
+
+    def note(self, in_flight: int, rss: int | None) -> None:
+        """Take a look."""
+        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
+            self._records.append((in_flight, rss))
+
+    def bytes_a_page(self) -> float | None:
+        """Return the bytes a page in flight takes; None before enough was seen to say that."""
+        records = self._records[:: max(1, len(self._records) // 24)]
+        if len(records) < 4:
+            return None
+        pairs = itertools.combinations(records, 2)
+        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
+        return max(float(self._least), statistics.median(slopes))
+
+
+# ---- machine ---------------------------------------------------------------------------------------------------------
+# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#
+# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
+# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
+# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
+
+
+CORES_AN_API_SERVER = 3
+MEMORY_AN_API_SERVER = 7 * 1024**3
+MOST_API_SERVERS = 4
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as `nvidia-smi` names it; memory in MiB."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
+
+    gpus: tuple[Gpu, ...]
+    cores: float
+    memory_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
+        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
+        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A flag that the machine suggests, and why."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+def look_around(root: Path = Path("/")) -> Machine:
+    """Return what this machine has."""
+    memory = read_memory(root)
+    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return read_gpus(done.stdout)
+
+
+def read_gpus(listing: str) -> tuple[Gpu, ...]:
+    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
+        if memory.isdecimal():
+            gpus.append(Gpu(name, int(memory), driver))
+    return tuple(gpus)
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    group = root / "sys/fs/cgroup"
+    v2 = _numbers(group / "cpu.max")
+    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
+    for quota in (v2, v1):
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            return min(float(bound), round(quota[0] / quota[1], 2))
+    return float(bound)
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
+    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
+    choices: list[Choice] = []
+    servers = _api_servers(machine)
+    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
+        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
+        choices.append(Choice(("--api-server-count", str(servers)), why))
+    return choices
+
+
+def _api_servers(machine: Machine) -> int:
+    if not machine.gpus:
+        return 1
+    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
+    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
+
+
+def _is_given(flag: str, words: Sequence[str]) -> bool:
+    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
+    return any(word.split("=", 1)[0] in spelled for word in words)
+
+
+def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
+    """Say in one line what there is, and what we chose because of it."""
+    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
+    return f"machine: {machine} → {chosen or 'no flag of ours'}"
 
 
 # ---- canary ----------------------------------------------------------------------------------------------------------
@@ -4667,6 +4928,9 @@ class Wanted:
     port: int | None = None
     api_key: str | None = None
     vllm_args: Sequence[str] = ()
+    suggest: Callable[[], Sequence[str]] = (
+        tuple  # asked for more of them before `vllm serve` is spawned: they come first
+    )
     startup_timeout_s: float = 900.0
     keep: bool = False  # leave a server that we spawned running
     hint: str = ""  # the command to show where no server can be had here
@@ -4818,7 +5082,17 @@ def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
     if wanted.command is None:
         if shutil.which("vllm") is None:
             raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
-        return ["vllm", "serve", wanted.model, "--host", host, "--port", str(port), *wanted.vllm_args]
+        return [
+            "vllm",
+            "serve",
+            wanted.model,
+            "--host",
+            host,
+            "--port",
+            str(port),
+            *wanted.suggest(),
+            *wanted.vllm_args,
+        ]
     words = command_words(wanted.command)
     filled = [_fill(word, {"host": host, "port": str(port), "model": wanted.model}) for word in words]
     if not any("{port}" in word for word in words):
@@ -4944,126 +5218,6 @@ def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     return f"{owner} {version}".strip()
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
-#
-# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
-# back does not count as used.
-
-
-RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
-MOST_RESERVED = 2 * 1024**3
-NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The limit that comes first, in bytes, and what is left below it."""
-
-    limit: int
-    available: int
-
-    @property
-    def for_pages(self) -> int:
-        """The bytes that pages may still take; negative where the reserve is touched already."""
-        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
-
-
-def read_memory(root: Path = Path("/")) -> HostMemory | None:
-    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
-    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
-    known = [memory for memory in found if memory]
-    return min(known, key=lambda memory: memory.for_pages) if known else None
-
-
-def own_rss(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process holds."""
-    statm = _text(root / "proc/self/statm").split()
-    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
-
-
-def _meminfo(root: Path) -> HostMemory | None:
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-    total = kib.get("MemTotal")
-    available = kib.get("MemAvailable", kib.get("MemFree"))
-    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
-    mount = root / "sys/fs/cgroup" / controller
-    if not controller and not (mount / "cgroup.controllers").exists():
-        mount = root / "sys/fs/cgroup/unified"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, where = [*line.split(":", 2), "", ""][:3]
-        if controller in names.split(","):
-            inner = PurePosixPath(where.lstrip("/"))
-            # in a container the path may be the host's, and only the mount's top is there
-            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
-    return [mount] if mount.is_dir() else []
-
-
-def _group_v2(group: Path) -> HostMemory | None:
-    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
-
-
-def _groups_v1(root: Path) -> list[HostMemory | None]:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return [_group_memory(group, *names) for group in _groups(root, "memory")]
-
-
-def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None or limit >= NO_LIMIT:
-        return None
-    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
-    cache = stat.get(cache_name, "0")
-    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
-    return HostMemory(limit, limit - used)
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None  # "max" is no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-class PageMeasure:
-    """What a page in flight takes: the slope of this process's memory over the pages in flight, taken robustly.
-
-    Memory that was freed is not given back at once, so the slope is that of the upper edge: for each number of pages in
-    flight seen lately the most memory, and of all pairs of these the median slope. The least that is believed is
-    `least`; until the pages in flight have varied enough, there is no answer.
-    """
-
-    def __init__(self, least: int = 256 * 1024, remembered: int = 240) -> None:
-        self._least = least
-        self._seen: deque[tuple[int, int]] = deque(maxlen=remembered)
-
-    def note(self, in_flight: int, rss: int | None) -> None:
-        """Take a look."""
-        if rss is not None:
-            self._seen.append((in_flight, rss))
-
-    def bytes_a_page(self) -> float | None:
-        """Return the bytes a page in flight takes; None before that can be said."""
-        most: dict[int, int] = {}
-        for in_flight, rss in self._seen:
-            most[in_flight // 4] = max(most.get(in_flight // 4, 0), rss)
-        steps = sorted(most.items())[:: max(1, len(most) // 24)]
-        if len(steps) < 3:
-            return None
-        slopes = [(b[1] - a[1]) / (4 * (b[0] - a[0])) for number, a in enumerate(steps) for b in steps[number + 1 :]]
-        return max(float(self._least), statistics.median(slopes))
-
-
 # ---- steering --------------------------------------------------------------------------------------------------------
 # Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry file.
 #
@@ -5085,8 +5239,8 @@ class Steering:
     """What moves a window: gauges of the engine, memory of the host, pages being prepared."""
 
     window: Window
+    tally: Tally
     gauges: Callable[[], Gauges]
-    preparing: Callable[[], int]
     threads: int
     telemetry: TextIO | None = None
     measure: PageMeasure = field(default_factory=PageMeasure)
@@ -5105,9 +5259,10 @@ class Steering:
             gauges=self.gauges(),
             memory_available=memory.for_pages if memory else None,
             bytes_a_page=self.measure.bytes_a_page(),
-            preparing=self.preparing(),
+            preparing=self.tally.preparing,
             threads=self.threads,
         )
+        self.tally.bounded_by = line["bounded_by"]
         if self.telemetry:
             self.telemetry.write(json.dumps(line) + "\n")
             self.telemetry.flush()
@@ -5157,8 +5312,6 @@ LOOK_EVERY_S = 0.5
 PROBE_EVERY_S = 5.0
 STRIKES_BEFORE_ALONE = 2
 LONGEST_BACKOFF_S = 60.0
-# Counters that grow with every step of a working engine.
-COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 
 
 @dataclass(frozen=True)
@@ -5283,12 +5436,14 @@ class Supervisor:
 
     async def _probe(self) -> bool:
         """Count the server's tokens where it tells; whether it answered at all."""
-        url, key = self._server.endpoint.base_url.removesuffix("/v1"), self._server.endpoint.api_key
+        endpoint = self._server.endpoint
         try:
-            status, body = await asyncio.to_thread(fetch, f"{url}/metrics", key)
+            status, body = await asyncio.to_thread(fetch, metrics_url(endpoint.base_url), endpoint.api_key)
         except (OSError, ValueError):
             return False
-        counted = count_work(body) if status == 200 else None
+        gauges = parse_gauges(body.decode(errors="replace") if status == 200 else "")
+        counts = [gauges.made_tokens, gauges.prompt_tokens, gauges.succeeded]
+        counted = sum(count or 0 for count in counts) if gauges.made_tokens is not None else None
         if counted is not None and counted != self._counted:
             self._last_sign = time.monotonic()
         self._counted = counted
@@ -5356,16 +5511,6 @@ class Supervisor:
         self._waking = asyncio.get_running_loop().create_task(notify())
 
 
-def count_work(metrics: bytes) -> float | None:
-    """Return the sum of the counters that grow while the engine works; None where the page has none of them."""
-    found = [line for line in metrics.decode(errors="replace").splitlines() if line.startswith(COUNTERS)]
-    values: list[float] = []
-    for line in found:
-        with contextlib.suppress(ValueError):
-            values.append(float(line.rpartition(" ")[2]))
-    return sum(values) if values else None
-
-
 # ---- driver ----------------------------------------------------------------------------------------------------------
 # What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 
@@ -5428,10 +5573,19 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
         vllm_args=engine_args(run),
+        suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
         keep=options.keep_server,
         hint=hosted_command(run, run.profile.image, OTHERWISE),
     )
+
+
+def suggested_flags(run: Run) -> tuple[str, ...]:
+    """Return the flags that fit this machine, and say so."""
+    machine = look_around()
+    choices = choose_flags(machine, run.profile, run.options.vllm_args)
+    say(machine_line(machine, choices))
+    return tuple(word for choice in choices for word in choice.words)
 
 
 async def drive(
@@ -5464,10 +5618,10 @@ async def drive(
             run.question,
             retry_for_s=options.retry_for,
             on_retry=note_retry,
-            guard=Supervisor(server, vigilance, run.tally.restarted),
+            guard=Supervisor(server, vigilance, tally.restarted),
         )
         gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
-        steering = Steering(window, lambda: gauges.latest, lambda: tally.preparing, count_cores(), telemetry)
+        steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
         with beside(gauges.run(), steering.steer()), progress_shown(tally):
             await run_job(job, asker, tally, window)
 

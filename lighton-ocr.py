@@ -1855,13 +1855,15 @@ class WindowState:
     dry_since: float | None = None  # nothing waits
     empty_since: float | None = None  # nothing waits, and what we sent is running
     queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
-    # the round under way, and the throughput of one that ended at this tick
+    # the round under way, and throughput and latency of one that ended at this tick
     round_at: float = 0.0
     round_done: int = 0
     round_size: int = 0
     round_full_s: float = 0.0
+    round_latency_sum_s: float = 0.0
     settling: bool = True  # it still answers pages sent under another limit
     rate: float | None = None
+    rate_latency_s: float = 0.0
     # steady and probe
     settled: int = 0
     fresh: bool = True  # reached by growing, so that the knee may lie a little above
@@ -1896,7 +1898,7 @@ class Rules:
     5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
     6.  `drain`: more in flight than the limit: hold.
     7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
-    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once in the time that a page takes.
+    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once a round.
     9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
         97 % full): down to a queue of half of that.
     10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
@@ -2022,12 +2024,13 @@ class Rules:
         return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
 
     def _late(self, state: WindowState, seen: Observation) -> Decision | None:
-        if state.latency_s <= self.bounds.longest_wait_s or seen.now < state.quiet_until:
+        growing = state.phase in {"start", "ramp"} and seen.now >= state.quiet_until
+        latency_s = state.rate_latency_s if state.rate else state.latency_s if growing else 0.0
+        if latency_s <= self.bounds.longest_wait_s:
             return None
-        limit = 0.9 * state.limit * self.bounds.longest_wait_s / state.latency_s
-        quiet_until = seen.now + state.latency_s
-        state = self._settle(replace(state, quiet_until=quiet_until), limit, quiet_until)
-        return self._to(state, seen, limit, "late", f"a page takes {state.latency_s:.0f} s")
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / latency_s
+        state = self._settle(state, limit, seen.now + 2 * latency_s)
+        return self._to(state, seen, limit, "late", f"a page takes {latency_s:.0f} s")
 
     def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
         if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
@@ -2110,9 +2113,11 @@ class Rules:
         return self._to(state, seen, state.limit, "confirm", reason)
 
     def _after_failure(self, state: WindowState, seen: Observation, back: float, more: float) -> WindowState:
-        if more < 0:
-            return replace(self._settle(state, back, seen.now, step=0.5), climbed=False)
         wait_s = max(state.probe_wait_s, 4 * state.latency_s)
+        if more < 0:
+            braked = state.step >= 0.5
+            settled = self._settle(state, back, seen.now + (0 if braked else wait_s), state.step)
+            return replace(settled, fresh=braked, climbed=False)
         settled = self._settle(state, back, seen.now + wait_s, step=max(1 / 16, state.step / 2))
         wait_s = min(PROBE_WAIT_S, 2 * state.probe_wait_s)
         return replace(settled, fresh=False, probe_wait_s=wait_s, overshot=state.climbed, climbed=False)
@@ -2130,7 +2135,8 @@ class Rules:
         limit = self.bounds.clamp(max(state.limit + 1, state.limit * (1 + state.step)), seen.memory_pages)
         at_the_top = limit <= state.limit
         fewer = self.bounds.clamp(1 + 1.5 * state.baseline * state.first_latency_s)
-        if (state.overshot or (state.climbed and at_the_top)) and fewer < 0.6 * state.limit:
+        doubtful = state.overshot or (state.climbed and at_the_top)
+        if doubtful and state.first_latency_s and fewer < 0.6 * state.limit:
             limit, question = fewer, "are fewer enough?"
         elif at_the_top:
             return None
@@ -2185,13 +2191,21 @@ def _with_round(state: WindowState, seen: Observation) -> WindowState:
     if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
         return state
     says_something = not state.settling and state.round_full_s >= 0.8 * took_s
-    return replace(_new_round(state, seen), settling=False, rate=answers / took_s if says_something else None)
+    rate = answers / took_s if says_something else None
+    latency_s = (seen.latency_sum_s - state.round_latency_sum_s) / answers
+    return replace(_new_round(state, seen), settling=False, rate=rate, rate_latency_s=latency_s)
 
 
 def _new_round(state: WindowState, seen: Observation) -> WindowState:
-    size = max(1, seen.in_flight)
     return replace(
-        state, round_at=seen.now, round_done=seen.done, round_size=size, round_full_s=0.0, settling=True, rate=None
+        state,
+        round_at=seen.now,
+        round_done=seen.done,
+        round_size=max(1, seen.in_flight),
+        round_full_s=0.0,
+        round_latency_sum_s=seen.latency_sum_s,
+        settling=True,
+        rate=None,
     )
 
 

@@ -33,7 +33,7 @@ from tests.tiny_lightonocr.drawn import drawn_pages  # noqa: E402
 from tests.vllm_cpu import CHECKPOINT, SERVED_NAME, cpu_engine_env, cpu_vllm, serve_tiny  # noqa: E402
 
 SAMPLING = ("--temperature", "0", "--max-tokens", "400")
-TINY = ("--model", str(CHECKPOINT), "--max-model-len", "2048")
+TINY = ("--model", str(CHECKPOINT), "--max-model-len", "2048", "--no-canary")
 ENGINE = ("--", "--dtype", "bfloat16", "--enforce-eager", "--no-enable-chunked-prefill")
 # Takes enqueue_chat away, so that the script falls back to chunks, as on an engine that has none.
 WITHOUT_ENQUEUE = """
@@ -87,7 +87,7 @@ def one_round(pages: Path, folder: Path, concurrency: int, contestants: Sequence
         words = (str(pages), str(folder / "batches"), *TINY, *SAMPLING, *in_flight, "--batch-size", "16", *ENGINE)
         batches.run(python, "-c", WITHOUT_ENQUEUE, script, *words)
     with served.turn(), serve_tiny(folder / "serve.log") as server:
-        asking = ("--server", server.url, "--model", SERVED_NAME)
+        asking = ("--server", server.url, "--model", SERVED_NAME, "--no-canary")
         driver = str(ROOT / "lighton-ocr-server.py")
         served.run(sys.executable, driver, str(pages), str(folder / "served"), *SAMPLING, *in_flight, *asking)
 

@@ -1,8 +1,8 @@
 """What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
 
-Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a flag.
-One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are cores and
-memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000 and a10g-large).
+Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
+flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
+cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def usable_cores(root: Path = Path("/")) -> float:
     v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
     for quota in (v2, v1):
         if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
-            return min(float(bound), round(quota[0] / quota[1], 1))
+            return min(float(bound), round(quota[0] / quota[1], 2))
     return float(bound)
 
 

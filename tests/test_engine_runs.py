@@ -109,7 +109,16 @@ def served(drawn: Drawn, vllm_server: TinyServer, tmp_path_factory: pytest.TempP
     texts = {}
     for name, sampling in (("cold", COLD), ("warm", WARM)):
         folder = tmp_path_factory.mktemp(f"served-{name}")
-        words = (drawn.path, folder / "out", "--server", vllm_server.url, "--model", vllm_server.model, *sampling)
+        words = (
+            drawn.path,
+            folder / "out",
+            "--server",
+            vllm_server.url,
+            "--model",
+            vllm_server.model,
+            "--no-canary",
+            *sampling,
+        )
         ended = start(Path(sys.executable), "lighton-ocr-server.py", *words, log=folder / "log").wait()
         assert ended.code == 0, ended.stderr
         assert ended.line["engine"] == "vllm 0.32.0"

@@ -1,0 +1,6019 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "datasets>=5.2.0",
+#     "huggingface_hub>=2.4.0",
+#     "openai>=3.57.0",
+#     "pillow>=13.0.0",
+#     "tqdm>=4.70.1",
+# ]
+#
+# [tool.hf-jobs]
+# image = "vllm/vllm-openai:v0.30.0"
+# flavor = "a10g-large"
+# secrets = ["HF_TOKEN"]
+# ///
+"""Read millions of pages with LightOnOCR: a server kept full, blocks streamed in and out, stopped and resumed anywhere.
+
+On a hosted GPU (the script is fetched by URL and runs alone):
+
+    hf jobs uv run --image vllm/vllm-openai:v0.30.0 --flavor a10g-large -s HF_TOKEN --timeout 12h \\
+        SCRIPT_URL namespace/scans namespace/scans-text --block-rows 1024
+
+Several machines share an output: each is given its number, in any order, and may be killed and started again.
+
+    uv run lighton-ocr3-saturate.py namespace/scans namespace/scans-text --num-shards 4 --shard-index 0
+
+How many pages are in flight follows from what the server shows and delivers; --telemetry keeps each decision. Blocks of
+a Hub output are uploaded as they close and committed every --commit-minutes: a run on another machine finds them there.
+Columns, statuses and blocks are those of lighton-ocr-server.py.
+
+Caveat: a page counts as done when its block is closed. A killed run pays again for the blocks that were open.
+"""
+
+# Built from src/saturate.py and the rooms below by tools/build.py: edit those, not this file.
+#
+#   errors: The errors that end a run, and the exit code of each.
+#   result: What became of a page.
+#   blocks: Blocks of rows: their names, how one is written, and what is there already.
+#   ink: Whether anything is written on a page.
+#   pixels: Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
+#   png: Pixels → a PNG file, in a quarter of the time that Pillow takes at its quickest, and no larger for a scan.
+#   pages: A cell of a dataset → a page ready for the model, or a named refusal.
+#   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
+#   ask: A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
+#   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
+#   source: Rows of a dataset by address, undecoded.
+#   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
+#   window: How many pages may be in flight: a window that grows on evidence, and what bounds a run.
+#   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+#   models: The profiles: everything that differs between the LightOnOCR generations.
+#   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
+#       those.
+#   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
+#   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
+#       take.
+#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#   canary: The canary: a page of known text that an engine must read before it is trusted with the first real one.
+#   budget: Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of
+#       refusals.
+#   trust: What an engine must pass before its first page: the version gate, the budget, and the canary.
+#   web: Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
+#   ask_canary: Asks a server about the canary page, before there is an event loop.
+#   startup: What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has
+#       failed.
+#   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
+#   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
+#   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
+#       file.
+#   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
+#   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
+#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
+#       found.
+#   flavors: Hosted runners: the flavours of Hugging Face Jobs and what an hour of each costs.
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import contextlib
+import datetime
+import email.utils
+import fcntl
+import functools
+import hashlib
+import io
+import ipaddress
+import itertools
+import json
+import math
+import os
+import queue
+import random
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import typing
+import unicodedata
+import urllib.error
+import urllib.parse
+import urllib.request
+import warnings
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeVar, cast
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from openai import AsyncOpenAI
+    from PIL import Image
+    from tqdm import tqdm
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+# The errors that end a run, and the exit code of each.
+
+
+class JobError(Exception):
+    """Something that ends the run: the message says what, the value seen, and the next step."""
+
+    exit_code = 1
+
+
+class UsageError(JobError):
+    """The command line, the input or the output does not fit: nothing was asked and nothing was written."""
+
+    exit_code = 2
+
+
+class EngineError(JobError):
+    """The engine can't be started, can't be reached, refuses us, or serves something else. Closed blocks are kept."""
+
+
+class SourceError(JobError):
+    """The input stopped being readable in mid-run. Closed blocks are kept."""
+
+
+class PublishError(JobError):
+    """The blocks are all there, but the output could not be published. The same command publishes them."""
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """Return what calls to the Hub raise where the network or the Hub fails: httpx's own errors are no `OSError`."""
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    return (OSError, httpx.HTTPError)
+
+
+# ---- result ----------------------------------------------------------------------------------------------------------
+# What became of a page.
+
+
+SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
+STATUSES = ("ok", "blank", "truncated", "repetition", "error")
+
+
+@dataclass(frozen=True)
+class PageResult:
+    """What became of a page.
+
+    `status` is one of `STATUSES`. `text` is what the engine read: for `blank` it is empty, for `error` it is None and
+    `error` says why. `tokens` is what the engine generated, `prompt_tokens` what it was given. `attempts` counts the
+    requests for this page; `latency_s` is that of the last one.
+    """
+
+    text: str | None
+    status: str
+    error: str | None = None
+    tokens: int | None = None
+    prompt_tokens: int | None = None
+    finish_reason: str | None = None
+    attempts: int = 0
+    latency_s: float = 0.0
+
+
+def result_of_answer(
+    text: str | None,
+    finish_reason: str | None,
+    *,
+    tokens: int | None,
+    prompt_tokens: int | None,
+    attempts: int,
+    latency_s: float,
+) -> PageResult:
+    """Sort an engine's answer by its finish reason; an answer without text is an error, for the page had ink."""
+    status = {"length": "truncated", "repetition": "repetition"}.get(finish_reason or "", "ok")
+    error = None
+    if not (text or "").strip():
+        status, error = "error", f"the engine returned no text (finish_reason {finish_reason!r})"
+    return PageResult(
+        text=None if status == "error" else text,
+        status=status,
+        error=error,
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        finish_reason=finish_reason,
+        attempts=attempts,
+        latency_s=latency_s,
+    )
+
+
+def refused(status: str, reason: str) -> PageResult:
+    """Return the result of a page that never reached the engine: blank, or a picture that can't be read."""
+    return PageResult(
+        text="" if status == "blank" else None, status=status, error=None if status == "blank" else reason
+    )
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+# Blocks of rows: their names, how one is written, and what is there already.
+#
+# A split is cut into contiguous blocks of `block_rows` rows. A block is one parquet file, written once and whole, under
+# a name that is a function of split and number: the files that exist are the state from which a run resumes.
+
+
+SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
+LAYOUT_VERSION = 1
+INFO_COLUMN = "inference_info"
+ROW_COLUMN = "row_index"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a split of `num_rows` wanted rows is cut."""
+
+    split: str
+    num_rows: int
+    block_rows: int
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.block_rows)
+
+    def positions(self, number: int) -> range:
+        """Which of the wanted rows block `number` holds."""
+        return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
+
+
+def block_name(split: str, number: int) -> str:
+    """Return the name of a block's file, relative to the output."""
+    return f"data/{split}-{number:06d}.parquet"
+
+
+def block_number(split: str, file_name: str) -> int | None:
+    """Return the number of the block that `data/`'s `file_name` holds, or None if it is no block of this split."""
+    match = re.fullmatch(rf"{re.escape(split)}-(\d{{6}})\.parquet", file_name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several runs that share an output: its blocks are those whose number is `index` modulo `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    def holds(self, number: int) -> bool:
+        """Whether block `number` is this shard's."""
+        return number % self.count == self.index
+
+
+WHOLE = Shard()
+
+
+class Blocks(Protocol):
+    """The blocks of one split of an output, wherever they lie."""
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are there."""
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, and nothing else."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep a second run out of what this one writes, and leave nothing half done behind."""
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write block `number`, whole or not at all."""
+
+
+class BlockFolder:
+    """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
+
+    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
+        self.root = root
+        self.split = split
+        self._shard = shard
+        self._data = root / "data"
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are there."""
+        if not self._data.is_dir():
+            return set()
+        numbers = (block_number(self.split, file.name) for file in self._data.iterdir())
+        return {number for number in numbers if number is not None}
+
+    def path(self, number: int) -> Path:
+        """Where block `number` is, or will be."""
+        return self.root / block_name(self.split, number)
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return str(self.path(number))
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block."""
+        import pyarrow.parquet as pq
+
+        return pq.read_table(self.path(number), columns=columns)
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        import pyarrow.parquet as pq
+
+        metadata: dict[bytes, bytes] = pq.read_schema(self.path(min(self.closed()))).metadata or {}
+        return metadata.get(SETTINGS_KEY)
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, and nothing else."""
+        for number in self.closed():
+            self.path(number).unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run out of this split; sweep up what a killed one left half-written."""
+        try:
+            self._data.mkdir(parents=True, exist_ok=True)
+            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
+        except OSError as error:
+            raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
+                ) from None
+            for leftover in self._data.glob(f".{self.split}-*.tmp"):
+                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+                if number is not None and self._shard.holds(number):
+                    leftover.unlink(missing_ok=True)
+            yield
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write block `number`, whole or not at all."""
+        import pyarrow.parquet as pq
+
+        path = self.path(number)
+        half = path.with_name(f".{path.name}.tmp")
+        # Content-defined chunking lets the Hub store unchanged pictures once; 100 rows a group is what `datasets` takes
+        # for images.
+        pq.write_table(table, half, row_group_size=100, use_content_defined_chunking=True, write_page_index=True)
+        with half.open("rb") as written:
+            os.fsync(written.fileno())
+        half.replace(path)
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the settings that differ, one line each."""
+    return [
+        f"{key}: was {json.dumps(was.get(key))}, now {json.dumps(now.get(key))}"
+        for key in sorted({*was, *now})
+        if was.get(key) != now.get(key)
+    ]
+
+
+def check_settings_are_ours(where: str, stored: bytes | None, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` with the differences where the blocks in `where` were made with other settings than these."""
+    if stored is None:
+        raise UsageError(
+            f"{where} holds blocks that this script did not write; choose another output, or --overwrite them"
+        )
+    lines = differences(json.loads(stored), settings)
+    if lines:
+        raise UsageError(
+            f"{where} holds blocks of a run with other settings:\n  "
+            + "\n  ".join(lines)
+            + "\nGive the same settings to resume it, choose another output, or --overwrite to start anew."
+        )
+
+
+def new_columns(output_column: str) -> tuple[str, ...]:
+    """Name the columns that a run adds, but for `inference_info`, which it appends to."""
+    return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
+
+
+def check_columns(schema: pa.Schema, output_column: str) -> None:
+    """Raise `UsageError` where the input has a column that the run would add."""
+    clash = [column for column in new_columns(output_column) if column in schema.names]
+    if clash:
+        raise UsageError(
+            f"the input already has the column {', '.join(map(repr, clash))}; name another one with --output-column"
+        )
+
+
+def output_schema(
+    schema: pa.Schema, output_column: str, settings: Mapping[str, Any], *, without: str | None = None
+) -> pa.Schema:
+    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
+
+    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
+    """
+    import datasets
+    import pyarrow as pa
+
+    text, status, error, tokens = new_columns(output_column)
+    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
+    if without is not None:
+        kept.append(pa.field(ROW_COLUMN, pa.int64()))
+    strings = [pa.field(name, pa.string()) for name in (text, status, error)]
+    added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
+    features = datasets.Features.from_arrow_schema(schema)
+    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
+    for column in [*kept, *added]:
+        if column.name in features:
+            continue
+        features[column.name] = datasets.Value(str(column.type))
+    metadata = {
+        **(schema.metadata or {}),
+        **features.arrow_schema.metadata,
+        SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
+    }
+    return pa.schema([*kept, *added], metadata=metadata)
+
+
+def block_table(
+    rows: pa.Table,
+    results: Sequence[PageResult],
+    schema: pa.Schema,
+    output_column: str,
+    info: Mapping[str, Any],
+    *,
+    addresses: Sequence[int] = (),
+    kept_info: Sequence[str | None] = (),
+) -> pa.Table:
+    """Join rows and results, one each in the same order, to the table of a block.
+
+    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
+    `inference_info` of the rows whose results an earlier run left; None for those of this run.
+    """
+    import pyarrow as pa
+
+    if len(results) != rows.num_rows:
+        raise ValueError(f"{rows.num_rows} rows, but {len(results)} results")
+    earlier = rows[INFO_COLUMN].to_pylist() if INFO_COLUMN in rows.schema.names else [None] * rows.num_rows
+    values: dict[str, Any] = dict(
+        zip(
+            new_columns(output_column),
+            (
+                [None if result.text is None else storable(result.text) for result in results],
+                [result.status for result in results],
+                [None if result.error is None else storable(result.error) for result in results],
+                [result.tokens for result in results],
+            ),
+            strict=True,
+        )
+    )
+    values[INFO_COLUMN] = [
+        kept or appended_info(before, info)
+        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
+    ]
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:
+        values[ROW_COLUMN] = [int(address) for address in addresses]
+    columns = [
+        pa.chunked_array([pa.array(values[column.name], type=column.type)])
+        if column.name in values
+        else rows[column.name]
+        for column in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """What an earlier run left of a row: its result and its `inference_info`."""
+
+    result: PageResult
+    info: str | None
+
+
+def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow | None]:
+    """Return what a closed block holds of each row; None for the rows that failed."""
+    text, status, error, tokens = new_columns(output_column)
+    table = blocks.read(number, [text, status, error, tokens, INFO_COLUMN])
+    return [
+        KeptRow(PageResult(row[text], row[status], error=row[error], tokens=row[tokens]), row[INFO_COLUMN])
+        if row[status] in SOUND
+        else None
+        for row in table.to_pylist()
+    ]
+
+
+def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
+    """Count the statuses of all rows in some closed blocks."""
+    column = new_columns(output_column)[1]
+    counts: Counter[str] = Counter()
+    for number in numbers:
+        counts.update(blocks.read(number, [column])[column].to_pylist())
+    return counts
+
+
+def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
+    """Append this run's entry to a row's `inference_info`, a JSON list; what was no list is kept as its first entry."""
+    try:
+        entries = json.loads(before) if before else []
+    except ValueError:
+        entries = [before]
+    return json.dumps([*(entries if isinstance(entries, list) else [entries]), dict(info)])
+
+
+def storable(text: str) -> str:
+    """Return text that UTF-8 can hold: halves of a surrogate pair joined, a half without its other one made U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+# ---- ink -------------------------------------------------------------------------------------------------------------
+# Whether anything is written on a page.
+#
+# Not the mean counts but the contrast of each spot to its near surroundings, against the noise of the page. A shadow, a
+# gradient, grain and a page that is dark all over are blank; one small line in a corner is not. In doubt a page isn't
+# blank: that costs one request, the other way a page is lost.
+
+
+# Contrasts to the surroundings, in gray levels. Beyond SURE_INK no noise explains it.
+FAINTEST_INK, SURE_INK = 11, 40
+NOISE_SIGMAS = 5.5
+FEWEST_INK_PIXELS = 5
+
+
+def is_blank(image: Image.Image) -> bool:
+    """Whether no spot of an "L" or "RGB" page stands out from its surroundings by more than the page's noise."""
+    if image.mode == "L":
+        return not _has_ink(image)
+    # Luminance first, which is enough for nearly all pages; then each band, for ink as bright as its paper.
+    return not (_has_ink(image.convert("L")) or any(_has_ink(band) for band in image.split()))
+
+
+def _has_ink(gray: Image.Image) -> bool:
+    from PIL import ImageChops, ImageFilter
+
+    small = gray.reduce(2) if max(gray.size) >= 800 else gray  # half the noise, and a thin stroke still shows
+    contrast = ImageChops.difference(small, small.filter(ImageFilter.BoxBlur(8))).histogram()
+    threshold = min(SURE_INK, max(FAINTEST_INK, round(NOISE_SIGMAS * _noise_sigma(contrast))))
+    return sum(contrast[threshold:]) >= FEWEST_INK_PIXELS
+
+
+def _noise_sigma(contrast: list[int]) -> float:
+    """Noise where the page is quietest, as text may fill the rest: of normal noise, a quarter is within 0.319 sigma."""
+    quarter = sum(contrast) / 4
+    passed = 0
+    for level, count in enumerate(contrast):
+        if passed + count >= quarter:
+            # Contrasts are rounded: level 0 stands for 0 to 0.5, level 1 for 0.5 to 1.5, and so on.
+            part = (quarter - passed) / count
+            return (part / 2 if level == 0 else level - 0.5 + part) / 0.319
+        passed += count
+    return 0.0
+
+
+# ---- pixels ----------------------------------------------------------------------------------------------------------
+# Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
+
+
+def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
+    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
+    from PIL import ImageChops
+
+    mode = image.mode
+    if mode in {"L", "RGB"} and "transparency" not in image.info:
+        return image
+    if mode.startswith("I") or mode == "F":
+        return _scale_to_8_bits(image, white_is_zero)
+    if mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info:
+        return _over_white(image)
+    if mode == "1":
+        return image.convert("L")
+    if mode == "LAB":
+        return _lab_to_rgb(image)
+    if mode == "CMYK" and ink_as_it_is:
+        image = ImageChops.invert(image)
+    return image.convert("RGB")
+
+
+def gray_if_it_is(image: Image.Image) -> Image.Image:
+    """A gray page stored in colour, as scanners and PDF renderers do, as gray: the same pixels for half the work."""
+    from PIL import Image, ImageChops
+
+    if image.mode != "RGB":
+        return image
+    sample = image.resize((max(1, image.width // 16), max(1, image.height // 16)), Image.Resampling.NEAREST)
+    for looked_at in (sample, image):  # most pages in colour are known by the sample
+        red, green, blue = looked_at.split()
+        if ImageChops.difference(red, green).getbbox() or ImageChops.difference(red, blue).getbbox():
+            return image
+    return image.getchannel("R")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    gray = image.mode in {"1", "L", "LA", "La"}
+    layered = image.convert("LA" if gray else "RGBA")
+    page = Image.new("L" if gray else "RGB", image.size, "white")
+    page.paste(layered.convert(page.mode), mask=layered.getchannel("A"))
+    return page
+
+
+def _scale_to_8_bits(image: Image.Image, white_is_zero: bool) -> Image.Image:
+    """Scale integers of up to 32 bits and floats to 0…255 by their range, never cut off.
+
+    The range is what as many bits hold as the largest value needs, 8 at least: 65535 for a 16-bit scan, but 4095 for
+    a 12-bit scan in 16-bit words, which would come out nearly black otherwise: the largest value is always 128 or more.
+    Floats up to 1 are taken as 0…1. With negative values, the range is from the smallest to the largest.
+    """
+    exact = image if image.mode == "F" else image.convert("I")  # Pillow has no extrema of I;16B
+    low, high = cast("tuple[float, float]", exact.getextrema())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError("it has values that are no numbers (NaN or infinite)")
+    if low < 0:
+        base, full = low, (high - low) or 1.0
+    elif image.mode == "F" and high <= 1:
+        base, full = 0.0, 1.0
+    else:
+        base, full = 0.0, float((1 << max(8, math.ceil(high).bit_length())) - 1)
+    scale, offset = 255 / full, -base * 255 / full
+    if white_is_zero:
+        scale, offset = -scale, 255 - offset
+    values = exact.convert("F")
+    return values.point(lambda value: value * scale + (offset + 0.5)).convert("L")  # the conversion cuts off decimals
+
+
+def _lab_to_rgb(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    converted = ImageCms.profileToProfile(image, lab, rgb, outputMode="RGB")
+    assert converted is not None  # only inPlace gives None
+    return converted
+
+
+# ---- png -------------------------------------------------------------------------------------------------------------
+# Pixels → a PNG file, in a quarter of the time that Pillow takes at its quickest, and no larger for a scan.
+#
+# Pillow tries five filters on every row; for pages one of them, the difference to the row above, does as well. Of zlib
+# only run lengths and Huffman codes are used: in the grain of paper there is nothing to be found again.
+
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_COLOUR_TYPES = {"L": 0, "RGB": 2}
+FILTER_UP = 2
+
+
+def png_file(image: Image.Image) -> bytes:
+    """Return an "L" or "RGB" image as a PNG file of exactly its pixels, and nothing else in it."""
+    import numpy as np
+
+    width, height = image.size
+    pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(height, -1)
+    rows = np.empty((height, 1 + pixels.shape[1]), np.uint8)
+    rows[:, 0] = FILTER_UP
+    rows[0, 1:] = pixels[0]
+    np.subtract(pixels[1:], pixels[:-1], out=rows[1:, 1:])  # modulo 256
+    packer = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
+    packed = packer.compress(rows.data) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, PNG_COLOUR_TYPES[image.mode], 0, 0, 0)
+    chunks = (_png_chunk(b"IHDR", header), _png_chunk(b"IDAT", packed), _png_chunk(b"IEND", b""))
+    return b"".join((PNG_SIGNATURE, *chunks))
+
+
+def _png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+# A cell of a dataset → a page ready for the model, or a named refusal.
+#
+# `make_page` is the whole of it: pure, the same in every script, called from many threads at once, and it never raises.
+# In order: the bytes (a path only inside the dataset's own folder), the header (known raster formats, sides, pixels),
+# the pixels (whole files only, the first frame), upright, flat (8 bits, "L" or "RGB", transparency over white), fitted,
+# and not blank. Gray stays gray: the server makes RGB of it with the same pixels, and here it is a third of the work.
+
+
+# Raster formats only: nothing here runs a program (EPS), draws (WMF) or fetches. MPO, a camera's JPEG, comes with JPEG.
+PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM")
+SMALLEST_SIDE_PX = 28  # one image token
+LARGEST_ASPECT = 200
+
+
+@dataclass(frozen=True)
+class PageLimits:
+    """What a page may be: the longest edge the model was trained on, and how many pixels are decoded at all."""
+
+    longest_edge_px: int
+    max_pixels: int = 178_956_970  # vLLM's own limit (VLLM_MAX_IMAGE_PIXELS), twice Pillow's default
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page as the model gets it."""
+
+    image: Image.Image  # mode "L" or "RGB", upright, longest side ≤ the limit, never upscaled
+    original: bytes | None  # the JPEG file itself, where it needs no change: decoding it gives `image`
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a cell becomes no page."""
+
+    status: str  # "error" or "blank"
+    reason: str
+
+
+class _UnfitCellError(Exception):
+    """The cell can't become a page; the message is the reason."""
+
+
+def make_page(cell: object, limits: PageLimits, root: Path | None = None) -> Page | Refusal:
+    """Make a page of a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
+
+    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
+    """
+    try:
+        data = _cell_bytes(cell, root)
+        page = _prepare_page(data, limits)
+        return Refusal("blank", "no ink on the page") if is_blank(page.image) else page
+    except _UnfitCellError as error:
+        return Refusal("error", str(error))
+    except MemoryError:
+        return Refusal("error", "not enough memory to decode the picture")
+    except Exception as error:  # noqa: BLE001  the page boundary: whatever a broken file does, it is one row
+        return Refusal("error", f"the picture can't be decoded: {type(error).__name__}: {error}")
+
+
+def target_size(size: tuple[int, int], longest_edge_px: int) -> tuple[int, int]:
+    """Size a page is scaled to: its own, or with the longest edge at the limit.
+
+    Rounded, not cut off, and at least 1 px: the vendor's client does the same (`fit` in lightonocr/render.py), and
+    `int` would make other pages (1088x1539 where this makes 1089x1540).
+    """
+    scale = longest_edge_px / max(size)
+    if scale >= 1:
+        return size
+    width, height = size
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+# --- the bytes -------------------------------------------------------------------------------------------------------
+
+
+def _cell_bytes(cell: object, root: Path | None) -> bytes:
+    path: object = None
+    if isinstance(cell, dict):
+        fields = cast("dict[str, object]", cell)
+        cell, path = fields.get("bytes"), fields.get("path")
+    if cell is None and path is None:
+        raise _UnfitCellError("no picture in this row")
+    if cell is None:
+        return _file_bytes(path, root)
+    if not isinstance(cell, bytes | bytearray | memoryview):
+        raise _UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
+    if len(cell) == 0:
+        raise _UnfitCellError("the picture has 0 bytes")
+    return bytes(cell)
+
+
+def _file_bytes(path: object, root: Path | None) -> bytes:
+    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
+    if not isinstance(path, str):
+        raise _UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
+    if root is None:
+        raise _UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
+    try:
+        inside = root.resolve(strict=True)
+        real = (inside / path).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
+        raise _UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
+    if not real.is_relative_to(inside):
+        raise _UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
+    if not real.is_file():
+        raise _UnfitCellError(f"the picture's path is no regular file: {path!r}")
+    return real.read_bytes()
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def _prepare_page(data: bytes, limits: PageLimits) -> Page:
+    from PIL import Image
+
+    opened = _open_picture(data)
+    _check_size(opened.size, limits)
+    opened.load()  # a truncated file raises here
+    orientation = _orientation(opened)
+    upright = opened if orientation == 1 else opened.transpose(Image.Transpose(_TURNS[orientation]))
+    image = flatten(
+        upright,
+        # Pillow turns white-is-zero around for 8 bits, not for 16 bits and floats; tag 262 says how light is stored.
+        white_is_zero=getattr(opened, "tag_v2", {}).get(262) == 0,
+        # Only Adobe stores ink inverted; Pillow takes it for granted.
+        ink_as_it_is=opened.format == "JPEG" and "adobe" not in opened.info,
+    )
+    size = target_size(image.size, limits.longest_edge_px)
+    # Metadata can make a small picture a large file, then its pixels are the cheaper way.
+    is_small_enough = len(data) <= size[0] * size[1] * len(image.getbands())
+    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough:
+        return Page(_bare(image), data)
+    image = gray_if_it_is(image)
+    if size != image.size:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    return Page(_bare(image), None)
+
+
+def _bare(image: Image.Image) -> Image.Image:
+    """Pixels only: a transparency or profile left on it would be written into the PNG, and the server act on it."""
+    from PIL import ImageFile
+
+    if isinstance(image, ImageFile.ImageFile):
+        image = image.copy()  # without the file behind it
+    image.info = {}
+    return image
+
+
+def _open_picture(data: bytes) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    # Pillow's limit warns or raises, by the process's warning filters, before ours can be asked. `_check_size` sees the
+    # header's size before a pixel is decoded, in this same thread.
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        return Image.open(io.BytesIO(data), formats=PAGE_FORMATS)
+    except UnidentifiedImageError:
+        raise _UnfitCellError(_unknown_format(data)) from None
+
+
+def _unknown_format(data: bytes) -> str:
+    if data[4:8] == b"ftyp" and data[8:12] in {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"}:
+        return "HEIC is not read here: convert the pictures first, with pillow-heif for example"
+    if data.lstrip()[:5] == b"%PDF-":
+        return "a PDF, not a picture: render its pages first"
+    return (
+        f"not a picture, or a broken one, or of none of the kinds {', '.join(PAGE_FORMATS)}; starts with {data[:8]!r}"
+    )
+
+
+def _check_size(size: tuple[int, int], limits: PageLimits) -> None:
+    width, height = size
+    if width * height > limits.max_pixels:
+        raise _UnfitCellError(
+            f"{width}x{height} is {width * height:,} pixels, more than the limit of {limits.max_pixels:,}"
+        )
+    if min(size) < SMALLEST_SIDE_PX:
+        raise _UnfitCellError(f"{width}x{height} is too small: a side has under {SMALLEST_SIDE_PX} px")
+    if max(size) > LARGEST_ASPECT * min(size):
+        raise _UnfitCellError(f"{width}x{height} is no page: one side is over {LARGEST_ASPECT} times the other")
+
+
+# EXIF orientation → Image.Transpose: 2 FLIP_LEFT_RIGHT, 3 ROTATE_180, 4 FLIP_TOP_BOTTOM, 5 TRANSPOSE, 6 ROTATE_270,
+# 7 TRANSVERSE, 8 ROTATE_90
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF or XMP orientation, 1 where there is none (Pillow turns a TIFF itself, as it is loaded)."""
+    try:
+        orientation = image.getexif().get(0x0112)
+    except Exception:  # noqa: BLE001  broken metadata must not cost the page
+        return 1
+    return orientation if orientation in _TURNS else 1
+
+
+# --- on its way ------------------------------------------------------------------------------------------------------
+
+
+def data_url(page: Page) -> str:
+    """The page as a data URL: the JPEG file as it was where it is kept, else a PNG of exactly these pixels."""
+    import base64
+
+    if page.original is not None:
+        return "data:image/jpeg;base64," + base64.b64encode(page.original).decode("ascii")
+    return "data:image/png;base64," + base64.b64encode(png_file(page.image)).decode("ascii")
+
+
+# ---- question --------------------------------------------------------------------------------------------------------
+# What is asked about a page: the same words, the same sampling and the same seed from every script.
+#
+# Offline, served, asked again or resumed: the question about a page is a function of the options and the page's row.
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked about every page of a run; `words` is the trained prompt beside the image, empty for most modes."""
+
+    words: str
+    temperature: float
+    top_p: float
+    max_tokens: int | None
+    seed: int
+    chat_template_kwargs: Mapping[str, Any]
+
+
+def page_seed(seed: int, row: int) -> int:
+    """Derive the sampling seed (31 bits) of the page in `row` of the split from the run's seed."""
+    digest = hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def page_messages(question: Question, image_part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the chat messages that ask about one image: the image, then the trained words where the mode has any."""
+    content: list[dict[str, Any]] = [dict(image_part)]
+    if question.words:
+        content.append({"type": "text", "text": question.words})
+    return [{"role": "user", "content": content}]
+
+
+def page_sampling(question: Question, row: int) -> dict[str, Any]:
+    """Return the sampling of the page in `row`, by the names that vLLM's server and `SamplingParams` share."""
+    sampling: dict[str, Any] = {
+        "temperature": question.temperature,
+        "top_p": question.top_p,
+        "seed": page_seed(question.seed, row),
+    }
+    if question.max_tokens is not None:
+        sampling["max_tokens"] = question.max_tokens
+    return sampling
+
+
+# ---- ask -------------------------------------------------------------------------------------------------------------
+# A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
+#
+# Errors are of three kinds. Permanent: this page can't be asked; it becomes an error row. Transient: asked again after
+# a pause, longer each time, until the page's time is up. Systemic: every page would fail the same way; the run stops
+# and nothing is lost.
+
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+REFUSALS_THAT_STOP = 50  # so many refused pages and not one answered: it is not the pages
+PROBE_TOKENS = 16
+SEND_BYTES = 256 * 1024
+URL_PLACE = "\0page\0"  # stands in the JSON of a request where the page goes: no JSON text holds it unescaped
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the engine answers: `base_url` ends in `/v1`, `model` is the id that it serves the model under."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish.
+
+    `trouble` is what it says of a server: `refused` (it has too much to do), `timeout`, or `failed`.
+    """
+
+    kind: str
+    reason: str
+    retry_after_s: float = 0.0
+    trouble: str = "failed"
+
+
+@dataclass(eq=False)
+class Visit:
+    """A page on its way through the server. `life` is that of the server it was last asked of, `strikes` its deaths."""
+
+    row: int
+    strikes: int = 0
+    life: int = 0
+    quarantined: bool = False
+
+    def reason(self) -> str:
+        """Say why a quarantined page has no text."""
+        return f"quarantined: the server died {self.strikes} times while it read this page, the last time with it alone"
+
+
+class Guard(Protocol):
+    """Who knows whether the server lives, and whose turn it is."""
+
+    def visit(self, row: int) -> AbstractContextManager[Visit]:
+        """Keep account of a page until it has its result."""
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone."""
+
+    def watch(self) -> Coroutine[Any, Any, None]:
+        """Return never, or raise when the engine is gone for good."""
+
+
+class Body:
+    """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory."""
+
+    def __init__(self, pieces: list[bytes], row: int) -> None:
+        self.row = row
+        self.num_bytes = sum(map(len, pieces))
+        self._pieces = pieces[::-1]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while self._pieces:
+            piece = self._pieces.pop()
+            for start in range(0, len(piece), SEND_BYTES):
+                yield piece[start : start + SEND_BYTES]
+
+    def whole(self) -> bytes:
+        """Return all of it at once."""
+        return b"".join(reversed(self._pieces))
+
+
+def request_body(page: Page, row: int, question: Question, model: str) -> Body:
+    """Return the JSON body of the chat completion that asks `question` about `page`."""
+    image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
+    request: dict[str, Any] = {
+        "model": model,
+        "messages": page_messages(question, image),
+        **page_sampling(question, row),
+    }
+    if question.chat_template_kwargs:
+        request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
+    head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
+    return Body([head.encode(), data_url(page).encode(), tail.encode()], row)
+
+
+class Asker:
+    """Asks one endpoint about pages. `retry_for_s`: how long after its first failure a page is asked again."""
+
+    def __init__(
+        self,
+        client: AsyncOpenAI,
+        model: str,
+        question: Question,
+        *,
+        retry_for_s: float,
+        on_retry: Callable[[Failure], None],
+        guard: Guard,
+    ) -> None:
+        self.watch = guard.watch
+        self._guard = guard
+        self._client = client
+        self._model = model
+        self._question = question
+        self._retry_for_s = retry_for_s
+        self._on_retry = on_retry
+        self._last_answer = float("-inf")
+        self._refusals_before_any_answer = 0
+
+    def encode(self, page: Page, row: int) -> Body:
+        """Make the request for a page: work for a thread."""
+        return request_body(page, row, self._question, self._model)
+
+    async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
+
+        Raises `EngineError` where the fault is not the page's.
+        """
+        with self._guard.visit(body.row) as visit:
+            return await self._ask(visit, body, again)
+
+    async def _ask(self, visit: Visit, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        attempts = life = 0
+        give_up_at = failed_at = float("inf")
+        request: Body | Refusal = body
+        while not isinstance(request, Refusal):
+            await self._guard.turn(visit)
+            if visit.quarantined:
+                return PageResult(None, "error", error=visit.reason(), attempts=attempts)
+            if life != visit.life:  # another server, another chance
+                life, give_up_at, failed_at = visit.life, float("inf"), float("inf")
+            attempts += 1
+            started = time.monotonic()
+            try:
+                answer = await self._send(request)
+                result = answered(answer, attempts, time.monotonic() - started)
+            except Exception as error:  # noqa: BLE001 - the page boundary: sorted, counted, never swallowed
+                failure = sort_error(error)
+            else:
+                self._last_answer = time.monotonic()
+                self._guard.answered(result.latency_s)
+                return result
+            if failure.kind == "transient" and await self._guard.is_lost(visit):
+                self._on_retry(failure)
+                await self._guard.turn(visit)  # the page is made anew when it can be sent, not for the wait
+                request = await again()
+                continue
+            now = time.monotonic()
+            give_up_at = min(give_up_at, now + self._retry_for_s)
+            if failure.kind == "transient" and now < give_up_at:
+                failed_at = now
+                self._on_retry(failure)
+                await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
+                request = await again()
+                continue
+            await self._stop_if_systemic(failure, since=min(failed_at, started))
+            return PageResult(None, "error", error=f"{failure.reason} (attempt {attempts})", attempts=attempts)
+        return refused(request.status, request.reason)
+
+    async def _is_answering(self) -> bool:
+        """Whether the engine answers a small page of ours."""
+        question = replace(self._question, max_tokens=PROBE_TOKENS)
+        try:
+            answered(await self._send(request_body(probe_page(), 0, question, self._model)), 1, 0.0)
+        except Exception:  # noqa: BLE001 - whatever it was, it is no answer
+            return False
+        return True
+
+    async def _send(self, body: Body) -> Any:
+        from openai.types.chat import ChatCompletion
+
+        headers = {"Content-Type": "application/json", "Content-Length": str(body.num_bytes)}
+        return await self._client.post(
+            "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
+        )
+
+    async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
+        """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""
+        if failure.kind == "systemic":
+            raise EngineError(failure.reason)
+        # The last page of a run has no others beside it to show that the engine answers.
+        if failure.kind == "transient" and self._last_answer < since and not await self._is_answering():
+            raise EngineError(
+                f"no page was answered for {self._retry_for_s:.0f} s; the last error was: {failure.reason}. "
+                "Look at the server; the same command goes on where this run stopped"
+            )
+        if failure.kind == "permanent" and self._last_answer == float("-inf"):
+            self._refusals_before_any_answer += 1
+            if self._refusals_before_any_answer >= REFUSALS_THAT_STOP:
+                raise EngineError(
+                    f"the first {REFUSALS_THAT_STOP} pages were all refused, the last with: {failure.reason}. "
+                    "Check the model, --max-tokens and the server's --max-model-len"
+                )
+
+
+def probe_page() -> Page:
+    """Draw a small page that any engine that works can read."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("L", (280, 84), "white")
+    ImageDraw.Draw(image).text((20, 30), "page", fill="black")
+    return Page(image, original=None)
+
+
+def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
+    """Read a chat completion; raise `ValueError` where something else came back with status 200, as from a proxy."""
+    if not getattr(answer, "choices", None):
+        raise ValueError(repr(answer)[:200])
+    choice = answer.choices[0]
+    usage = answer.usage
+    return result_of_answer(
+        choice.message.content,
+        choice.finish_reason,
+        tokens=usage.completion_tokens if usage else None,
+        prompt_tokens=usage.prompt_tokens if usage else None,
+        attempts=attempts,
+        latency_s=latency_s,
+    )
+
+
+def sort_error(error: Exception) -> Failure:
+    """Sort what a request raised."""
+    import openai
+
+    if isinstance(error, openai.APITimeoutError):
+        return Failure("transient", "the request timed out (--request-timeout)", trouble="timeout")
+    if isinstance(error, openai.APIConnectionError):
+        return Failure("transient", f"connection failed: {_root_cause(error)}")
+    if isinstance(error, openai.APIStatusError):
+        reason = f"HTTP {error.status_code}: {_server_words(error)}"
+        if error.status_code in {401, 403}:
+            return Failure(
+                "systemic", f"{reason}. The server refuses our key: set the variable that --api-key-env names"
+            )
+        if error.status_code == 404:
+            return Failure("systemic", f"{reason}. Check --server and --model")
+        if error.status_code in {408, 409, 425, 429} or error.status_code >= 500:
+            trouble = {408: "timeout", 429: "refused", 503: "refused"}.get(error.status_code, "failed")
+            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")), trouble)
+        return Failure("permanent", reason)
+    return Failure("transient", f"no chat completion came back: {type(error).__name__}: {error}")
+
+
+def _server_words(error: Any) -> str:
+    body = error.body
+    words = body.get("message") if isinstance(body, dict) else body
+    return str(words or error.message)[:500]
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def retry_after_s(header: str | None) -> float:
+    """Read a Retry-After header, seconds or a date; 0 where there is none or it is unreadable."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
+    """Return how long to wait before the next attempt: exponential with full jitter, no shorter than the server's wish.
+
+    Never longer than what is left of the page's time.
+    """
+    ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 10))
+    return min(left_s, wished_s + random.uniform(0, ceiling))  # noqa: S311 - jitter, not a secret
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+# What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
+
+
+LINE_EVERY_S = 30.0
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line for people."""
+    print(text, file=stream or sys.stderr, flush=True)
+
+
+@dataclass
+class Tally:
+    """What has happened so far. `rows_before` were in closed blocks when the run began."""
+
+    rows: int
+    rows_before: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    preparing: int = 0
+    in_flight: int = 0
+    blocks: int = 0
+    requests: int = 0
+    retries: int = 0
+    restarts: int = 0
+    verbose: bool = False
+    dollars_per_hour: float | None = None
+    bounded_by: str = ""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Count a page as in flight."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def count(self, result: PageResult) -> None:
+        """Count a page that is done."""
+        self.statuses[result.status] += 1
+        self.requests += result.attempts
+        self.prompt_tokens += result.prompt_tokens or 0
+        self.tokens += result.tokens or 0
+
+    def retry(self, reason: str) -> None:
+        """Count a request that will be made again."""
+        self.retries += 1
+        if self.verbose:
+            say(f"asking again: {reason}")
+
+    def restarted(self) -> None:
+        """Count a start of a server that had died or frozen."""
+        self.restarts += 1
+
+    @property
+    def done(self) -> int:
+        """How many pages this run has finished."""
+        return self.statuses.total()
+
+    @property
+    def failed(self) -> int:
+        """How many pages this run could not get a sound text for."""
+        return sum(count for status, count in self.statuses.items() if status not in SOUND)
+
+    def pages_per_s(self) -> float:
+        """Return the mean speed of this run."""
+        return self.done / max(1e-9, time.monotonic() - self.started)
+
+    def eta_s(self) -> float | None:
+        """Return the seconds left at the mean speed so far; None before the first page."""
+        return (self.rows - self.rows_before - self.done) / self.pages_per_s() if self.done else None
+
+    def line(self) -> str:
+        """Say where the run stands, in one plain line."""
+        eta = self.eta_s()
+        tokens_per_s = self.tokens / max(1e-9, time.monotonic() - self.started)
+        return (
+            f"{self.rows_before + self.done}/{self.rows} pages, {self.failed} failed, {self.in_flight} in flight, "
+            f"{self.pages_per_s():.2f} pages/s, {tokens_per_s:.0f} tokens/s, "
+            f"ETA {'?' if eta is None else duration(eta)}{self._bound_and_cost()}"
+        )
+
+    def _bound_and_cost(self) -> str:
+        words = f", bounded by {self.bounded_by}" if self.bounded_by else ""
+        if self.dollars_per_hour is not None and self.done:
+            words += f", ${1000 * self.dollars_per_hour / 3600 / self.pages_per_s():.2f} per 1,000 pages"
+        return words
+
+
+def duration(seconds: float) -> str:
+    """Say a duration as people do: 42s, 3m10s, 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@contextmanager
+def progress_shown(tally: Tally) -> Iterator[None]:
+    """Show progress while the event loop works within: a bar on a terminal, a plain line every 30 s elsewhere."""
+    with beside(_report_progress(tally)):
+        yield
+
+
+@contextmanager
+def beside(*work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Let coroutines run beside what is within, and end them after it; what they raise is not heard."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _report_progress(tally: Tally) -> None:
+    if sys.stderr.isatty():
+        await _show_bar(tally)
+    while True:
+        await asyncio.sleep(LINE_EVERY_S)
+        say(tally.line())
+
+
+async def _show_bar(tally: Tally) -> None:
+    from tqdm import tqdm
+
+    bar: tqdm[Any]
+    with tqdm(total=tally.rows, initial=tally.rows_before, unit="page", file=sys.stderr, dynamic_ncols=True) as bar:
+        try:
+            while True:
+                _move_bar(bar, tally)
+                await asyncio.sleep(0.25)
+        finally:
+            _move_bar(bar, tally)
+
+
+def _move_bar(bar: tqdm[Any], tally: Tally) -> None:
+    bar.set_postfix_str(f"{tally.failed} failed, {tally.in_flight} in flight", refresh=False)
+    bar.update(tally.rows_before + tally.done - bar.n)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: what the last line on stdout says."""
+
+    input: str
+    output: str
+    split: str | None
+    model: str
+    engine: str | None
+    exit_code: int
+    message: str
+    seconds: float
+    tally: Tally | None
+    statuses: Mapping[str, int]
+
+    def json_line(self) -> str:
+        """Return the JSON line; its keys are frozen (CONTRACT.md)."""
+        tally = self.tally or Tally(rows=0)
+        return json.dumps(
+            {
+                "version": 1,
+                "exit_code": self.exit_code,
+                "message": self.message,
+                "input": self.input,
+                "output": self.output,
+                "split": self.split,
+                "model": self.model,
+                "engine": self.engine,
+                "rows": tally.rows,
+                "rows_before": tally.rows_before,
+                "rows_done": tally.done,
+                "statuses": {status: self.statuses.get(status, 0) for status in STATUSES},
+                "requests": tally.requests,
+                "retries": tally.retries,
+                "restarts": tally.restarts,
+                "prompt_tokens": tally.prompt_tokens,
+                "tokens": tally.tokens,
+                "seconds": round(self.seconds, 3),
+                "pages_per_second": round(tally.pages_per_s(), 4) if tally.done else 0.0,
+            }
+        )
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+# Rows of a dataset by address, undecoded.
+#
+# A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
+# local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
+# is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything else
+# that `datasets` can load is memory-mapped by it.
+
+
+BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Rows(Protocol):
+    """Rows by address. `read` gives the rows at `addresses`, in that order, with every column as it is stored."""
+
+    schema: pa.Schema
+    num_rows: int
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read the rows at `addresses` (0 ≤ address < num_rows)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A split of a dataset, and which of its rows are wanted, in which order.
+
+    `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
+    `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
+    """
+
+    name: str
+    split: str
+    image_column: str
+    rows: Rows
+    order: Sequence[int]
+    fingerprint: str
+    is_private: bool
+    roots: tuple[Path, ...] = ()
+
+    def read(self, positions: range) -> pa.Table:
+        """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        table = self.rows.read(self.order[positions.start : positions.stop])
+        return embed_pictures(table, self.image_column, self.roots) if self.roots else table
+
+
+def open_source(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    image_column: str | None = None,
+    max_samples: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+) -> Source:
+    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
+
+    Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    path = Path(name).expanduser()
+    is_local = path.exists()
+    if not is_local and not HUB_ID.fullmatch(name):
+        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
+    try:
+        if is_local:
+            fingerprint, is_private, pinned = local_fingerprint(path), True, None
+        else:
+            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
+        found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
+    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
+    rows, split_name, paths_are_ours = found
+    if not rows.num_rows:
+        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
+    roots: tuple[Path, ...] = ()
+    if is_local:
+        roots = (path if path.is_dir() else path.parent,)
+    elif paths_are_ours:
+        roots = _hub_roots(name)
+    return Source(
+        name=name,
+        split=split_name,
+        image_column=choose_image_column(rows.schema, image_column),
+        rows=rows,
+        order=choose_rows(rows.num_rows, max_samples, shuffle, seed),
+        fingerprint=fingerprint,
+        is_private=is_private,
+        roots=roots,
+    )
+
+
+def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int) -> Sequence[int]:
+    """Which rows are wanted, in which order: addresses into a split of `num_rows` rows."""
+    count = num_rows if max_samples is None else min(max_samples, num_rows)
+    if not shuffle:
+        return range(count)
+    import numpy as np
+
+    chosen: Sequence[int] = np.random.default_rng(seed).permutation(num_rows)[:count]  # type: ignore[assignment]
+    return chosen
+
+
+def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
+    """Return the wanted column; or, where none is named, `image`, or the only column of images."""
+    column = _find_image_column(schema, wanted)
+    kind = schema.field(column).type
+    if not _may_hold_pictures(kind):
+        raise UsageError(
+            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+        )
+    return column
+
+
+def _may_hold_pictures(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
+
+
+def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
+    import datasets
+
+    if wanted is not None:
+        if wanted in schema.names:
+            return wanted
+        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
+    if "image" in schema.names:
+        return "image"
+    features = datasets.Features.from_arrow_schema(schema)
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    if len(images) == 1:
+        return str(images[0])
+    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+
+
+def local_fingerprint(path: Path) -> str:
+    """Fingerprint a local input by the names and sizes of its files: it moves with the data, not with the folder."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        relative = file.name if file == path else str(file.relative_to(path))
+        digest.update(json.dumps([relative, file.stat().st_size]).encode())
+    return f"files:{digest.hexdigest()[:32]}"
+
+
+def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
+    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().dataset_info(repo_id, revision=revision)
+    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
+
+
+def _hub_roots(repo_id: str) -> tuple[Path, ...]:
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
+
+
+def _open_rows(
+    name: str, config: str | None, split: str | None, revision: str | None, is_local: bool
+) -> tuple[Rows, str, bool]:
+    """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
+    import datasets
+
+    path = Path(name)
+    if is_local and (path / "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(name)
+        chosen = choose_split(list(splits), split)
+        return MappedRows(splits[chosen]), chosen, False
+    if is_local and (path / "state.json").exists():
+        saved = datasets.load_from_disk(name)
+        return MappedRows(saved), choose_split([str(saved.split or "train")], split), False
+    if is_local and path.is_file():
+        if path.suffix.lower() not in {".parquet", ".pq"}:
+            raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
+        chosen = choose_split(["train"], split)
+        return ParquetRows([name]), chosen, False
+    builder = datasets.load_dataset_builder(name, name=config, revision=revision)
+    files = builder.config.data_files or {}
+    chosen = choose_split([str(key) for key in files], split)
+    if builder.name == "parquet":
+        return ParquetRows([str(file) for file in files[chosen]], builder.info.features), chosen, False
+    loaded = datasets.load_dataset(name, name=config, revision=revision, split=chosen)
+    return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def choose_split(there: list[str], wanted: str | None) -> str:
+    """Return the wanted split; or, where none is named, the only one, or `train`."""
+    if wanted is not None:
+        if wanted in there:
+            return wanted
+        raise UsageError(
+            f"no split {wanted!r} in the input; --split takes one of: {', '.join(there) or '(none found)'}"
+        )
+    if len(there) == 1:
+        return there[0]
+    if "train" in there:
+        return "train"
+    raise UsageError(f"which split? Name it with --split: {', '.join(there) or '(none found)'}")
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one parquet file, and the address of its first row."""
+
+    file: str
+    index: int
+    start: int
+    num_rows: int
+
+
+class ParquetRows:
+    """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
+
+    def __init__(self, files: Sequence[str], features: Any = None) -> None:
+
+        with ThreadPoolExecutor(8) as pool:
+            footers = list(pool.map(_footer, files))
+        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
+        self._starts = [group.start for group in self._groups]
+        self.num_rows = sum(group.num_rows for group in self._groups)
+        self.schema: pa.Schema = footers[0][1]
+        if features is not None:  # a card's `dataset_info` says more than a file without metadata
+            self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
+        self._lock = threading.Lock()
+        self._stream: tuple[int, Iterator[pa.RecordBatch], pa.Table] | None = None
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address; cheapest is a range that goes on where the last read ended."""
+        import pyarrow as pa
+
+        with self._lock:
+            if isinstance(addresses, range):
+                return pa.concat_tables(self._run(addresses.start, addresses.stop))
+            wanted = [int(address) for address in addresses]
+            found: dict[int, pa.Table] = {}
+            for address in sorted(set(wanted)):
+                # a copy, for a slice would keep the whole batch in memory
+                found[address] = pa.concat_tables(self._run(address, address + 1)).take([0])
+            return pa.concat_tables([found[address] for address in wanted])
+
+    def _run(self, start: int, stop: int) -> Iterator[pa.Table]:
+        while start < stop:
+            batch_start, batch = self._batch_at(start)
+            part = batch.slice(start - batch_start, min(stop, batch_start + batch.num_rows) - start)
+            yield part
+            start += part.num_rows
+
+    def _batch_at(self, address: int) -> tuple[int, pa.Table]:
+        """Return (address of its first row, batch) of the batch that holds `address`, going on in the open stream."""
+        if self._stream is None or not self._stream_reaches(address):
+            group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+            self._stream = (group.start, self._open(group), self.schema.empty_table())
+        start, batches, batch = self._stream
+        while address >= start + batch.num_rows:
+            start += batch.num_rows
+            batch = self._fit(next(batches))
+            self._stream = (start, batches, batch)
+        return start, batch
+
+    def _stream_reaches(self, address: int) -> bool:
+        assert self._stream is not None
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
+
+    def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
+                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
+        except (*network_errors(), pa.ArrowInvalid) as error:
+            raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
+
+    def _fit(self, batch: pa.RecordBatch) -> pa.Table:
+        """Give a batch the schema of the first file: later files may order or widen their columns differently."""
+        import pyarrow as pa
+
+        table = pa.Table.from_batches([batch])
+        if table.schema.equals(self.schema, check_metadata=True):
+            return table
+        return table.select(self.schema.names).cast(self.schema.remove_metadata()).cast(self.schema)
+
+
+def _open_file(file: str) -> Any:
+    if "://" not in file:
+        return Path(file).open("rb")
+    import fsspec
+
+    return fsspec.open(file, "rb").open()
+
+
+def _footer(file: str) -> tuple[list[int], pa.Schema]:
+    """Return (rows of each row group, schema) of a parquet file."""
+    import pyarrow.parquet as pq
+
+    with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
+        metadata = parquet.metadata
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        return counts, parquet.schema_arrow
+
+
+def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
+    start = 0
+    for file, group_rows in zip(files, counts, strict=True):
+        for index, num_rows in enumerate(group_rows):
+            if num_rows:
+                yield RowGroup(file, index, start, num_rows)
+            start += num_rows
+
+
+class MappedRows:
+    """Rows of a `datasets.Dataset`, memory-mapped and not decoded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._table = dataset.with_format("arrow")
+        self.num_rows: int = dataset.num_rows
+        self.schema: pa.Schema = dataset.features.arrow_schema
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address."""
+        import pyarrow as pa
+
+        if isinstance(addresses, range):
+            table = self._table[addresses.start : addresses.stop]
+        else:
+            table = pa.concat_tables([self._table[int(address) : int(address) + 1] for address in addresses])
+        return table.cast(self.schema)
+
+
+def embed_pictures(table: pa.Table, column: str, roots: Sequence[Path]) -> pa.Table:
+    """Put the bytes of pictures that lie beside the table into its cells; a path outside `roots` stays a path.
+
+    As `datasets` does when it pushes: the cell then holds the bytes and the bare name of the file.
+    """
+    import pyarrow as pa
+
+    field = table.schema.field(column)
+    if not pa.types.is_struct(field.type) or {child.name for child in field.type} != {"bytes", "path"}:
+        return table
+    if not any(cell["bytes"].as_py() is None and cell["path"].is_valid for cell in table[column] if cell.is_valid):
+        return table
+    chunks = [pa.array([_embedded(cell.as_py(), roots)], type=field.type) for cell in table[column]]
+    return table.set_column(table.schema.names.index(column), field, pa.chunked_array(chunks, type=field.type))
+
+
+def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, Any] | None:
+    if cell is None or cell["bytes"] is not None or not cell["path"]:
+        return cell
+    inside = path_inside(cell["path"], roots)
+    if inside is None:
+        return cell
+    try:
+        return {"bytes": inside.read_bytes(), "path": Path(cell["path"]).name}
+    except OSError:
+        return cell
+
+
+def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
+    """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
+    if "\0" in path:
+        return None
+    for root in roots:
+        try:
+            real_root = root.resolve(strict=True)
+            real = (real_root / path).resolve(strict=True)
+        except (OSError, RuntimeError):
+            continue
+        if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
+            return real
+    return None
+
+
+# ---- gauges ----------------------------------------------------------------------------------------------------------
+# What a vLLM server says about itself: the gauges of its /metrics page, read every second.
+
+
+READ_EVERY_S = 1.0
+READ_TIMEOUT_S = 2.0
+STALE_S = 5.0  # older readings say nothing about now
+TRIES = 3  # so many pages without a gauge, and there are none
+SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?P<labels>\{.*\})?\s+(?P<value>\S+)(\s+-?\d+)?\s*")
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """A reading, over all engines of the server; None where it does not say. The last four count from its start."""
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None  # of the fullest engine, 0 to 1
+    preemptions: float | None = None
+    succeeded: float | None = None
+    prompt_tokens: float | None = None
+    made_tokens: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the server says how many requests run and wait."""
+        return self.running is not None and self.waiting is not None
+
+
+def parse_gauges(text: str) -> Gauges:
+    """Read a page in Prometheus's text format; lines that are not understood are passed over."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for line in text.splitlines():
+        sample = SAMPLE.fullmatch(line)
+        if sample is None or not sample["name"].startswith("vllm:"):
+            continue
+        try:
+            value = float(sample["value"])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            values[sample["name"].removeprefix("vllm:").removesuffix("_total")].append(value)
+
+    def summed(name: str) -> float | None:
+        return sum(values[name]) if name in values else None
+
+    usage = values.get("kv_cache_usage_perc") or values.get("gpu_cache_usage_perc")  # the latter until 0.10
+    return Gauges(
+        running=summed("num_requests_running"),
+        waiting=summed("num_requests_waiting"),
+        kv_usage=max(usage) if usage else None,
+        preemptions=summed("num_preemptions"),
+        succeeded=summed("request_success"),
+        prompt_tokens=summed("prompt_tokens"),
+        made_tokens=summed("generation_tokens"),
+    )
+
+
+class GaugeReader:
+    """Reads a server's gauges beside the run. `get` fetches a URL: its text, or None where there is no such page."""
+
+    def __init__(
+        self,
+        base_url: str,
+        get: Callable[[str], Awaitable[str | None]],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = metrics_url(base_url)
+        self._get = get
+        self._say = say
+        self._clock = clock
+        self._last = Gauges()
+        self._read_at = float("-inf")
+
+    @property
+    def latest(self) -> Gauges:
+        """The last reading, or one that knows nothing where that is too old."""
+        return self._last if self._clock() - self._read_at <= STALE_S else Gauges()
+
+    async def read(self) -> bool:
+        """Read once; return whether there were gauges. No error of the server's or the network's leaves this."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                text = await self._get(self.url)
+        except Exception:  # noqa: BLE001 - gauges only help; a server that has none, or no time, is no reason to stop
+            return False
+        gauges = parse_gauges(text or "")
+        if gauges.known:
+            self._last, self._read_at = gauges, self._clock()
+        return gauges.known
+
+    async def run(self) -> None:
+        """Read every second until cancelled; give up, and say so once, where the server has never shown any."""
+        failures, seen = 0, False
+        while seen or failures < TRIES:
+            known = await self.read()
+            seen = seen or known
+            failures += not known
+            await asyncio.sleep(READ_EVERY_S)
+        self._say(f"{self.url} shows no vLLM gauges: the window goes by the answers alone")
+
+
+def metrics_url(base_url: str) -> str:
+    """Return where a server whose API is at `base_url` (with or without /v1) has its metrics."""
+    return base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+
+
+# ---- window ----------------------------------------------------------------------------------------------------------
+# How many pages may be in flight: a window that grows on evidence, and what bounds a run.
+#
+# `Rules.decide` is pure: what is remembered (`WindowState`) and what is seen now (`Observation`) make a `Decision` that
+# names its rule. `Window` is what the flow holds: pages enter and leave it, and twice a second it is told what is seen.
+
+
+TICK_S = 0.5  # how often `Window.observe` is meant to be called
+ROUND_ANSWERS = 96  # throughput is compared over so many answers,
+ROUND_S = 90.0  # or those of so long a time, where they are slower
+PROBE_AFTER_S = 15.0
+CROWDED = 6  # times the latency of the first pages: more in flight must bring much more than noise
+PROBE_WAIT_S = 240.0  # the longest time between two probes
+UNMEASURED_PAGE_BYTES = 8 * 1024**2  # a page in flight, until it is measured
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the window may be. Where a page takes longer than `longest_wait_s`, too many are in flight."""
+
+    least: int = 1
+    most: int = 512
+    initial: int = 8
+    longest_wait_s: float = 300.0
+
+    def clamp(self, limit: float, memory_pages: int | None = None) -> int:
+        """Return the limit within the bounds; the least is kept whatever the memory says."""
+        highest = self.most if memory_pages is None else min(self.most, memory_pages)
+        return max(self.least, min(int(limit), highest))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What is seen at one tick. Answers, their time and tokens count from the start, troubles from the last tick."""
+
+    now: float
+    in_flight: int = 0
+    ready: int = 0  # prepared pages that wait for a place
+    full_share: float = 1.0  # of the time since the last tick in which every place was taken
+    done: int = 0
+    latency_sum_s: float = 0.0
+    first_latency_s: float | None = None  # of the pages sent before the first answer, once nine in ten are answered
+    tokens: int = 0
+    refused: int = 0  # 429 and 503
+    timeouts: int = 0
+    failed: int = 0  # other 5xx, broken connections
+    gauges: Gauges = field(default_factory=Gauges)
+    memory_available: int | None = None  # bytes that pages may still take
+    bytes_a_page: float | None = None
+    preparing: int = 0  # pages in the hands of the threads that prepare, or waiting for one
+    threads: int = 1
+
+    @property
+    def memory_pages(self) -> int | None:
+        """How many pages in flight the host's memory has room for."""
+        if self.memory_available is None:
+            return None
+        return self.in_flight + int(self.memory_available // max(1.0, self.bytes_a_page or UNMEASURED_PAGE_BYTES))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window is what bounds us: every place was taken for at least half of the time."""
+        return self.full_share >= 0.5
+
+    @property
+    def queue_is_empty(self) -> bool:
+        """Whether the gauges say that what we sent is running."""
+        running = self.gauges.running
+        return self.gauges.waiting == 0 and running is not None and running >= 0.85 * self.in_flight
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """What the rules remember. `phase`: start (the first pages are out), ramp (growing fast), steady, probe."""
+
+    limit: int
+    phase: str = "start"
+    now: float | None = None
+    # answers
+    done: int = 0
+    answers: int = 0  # at this tick
+    answered_at: float = 0.0
+    latency_sum_s: float = 0.0
+    latency_s: float = 0.0  # of the last pages, some sixteen
+    base_latency_s: float = 0.0  # when the ramp began
+    first_latency_s: float = 0.0  # of the first pages: the engine without a crowd
+    preemptions: float | None = None
+    # opening and ramp: the last step
+    started: float | None = None
+    stepped_at: float = 0.0
+    stepped_done: int = 0
+    stepped_tokens: float = 0.0
+    token_rate: float = 0.0
+    step: float = 1.0
+    # cuts
+    quiet_until: float = 0.0
+    refused_at: int | None = None  # pages were refused above it: the ramp ends there
+    # the engine's queue
+    queued_since: float | None = None
+    dry_since: float | None = None  # nothing waits
+    empty_since: float | None = None  # nothing waits, and what we sent is running
+    queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
+    # the round under way, and throughput and latency of one that ended at this tick
+    round_at: float = 0.0
+    round_done: int = 0
+    round_size: int = 0
+    round_full_s: float = 0.0
+    round_latency_sum_s: float = 0.0
+    settling: bool = True  # it still answers pages sent under another limit
+    rate: float | None = None
+    rate_latency_s: float = 0.0
+    # steady and probe
+    settled: int = 0
+    fresh: bool = True  # reached by growing, so that the knee may lie a little above
+    overshot: bool = False  # fewer may be enough: a ramp was braked here, or a climb has ended
+    climbed: bool = False  # a probe was confirmed since the last that failed
+    baseline: float | None = None  # throughput at `settled`
+    probe_at: float = 0.0
+    probe_wait_s: float = PROBE_AFTER_S
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The new limit, the rule that set it, why, and what to remember."""
+
+    limit: int
+    rule: str
+    reason: str
+    state: WindowState
+
+
+class Rules:
+    """Decide the limit. The first rule that has something to say sets it and names itself.
+
+    Cuts, and what forbids growth:
+
+    1.  `fixed`: least = most, nothing to decide.
+    2.  `refused`: pages came back with 429 or 503, timed out, or more than a tenth of them with other 5xx: cut by the
+        share that did, at least a tenth, at most half; then no further cut for the time a page takes. The ramp back
+        ends where it happened.
+    3.  `preempted`: the engine threw running pages out of its KV cache: a tenth fewer than run.
+    4.  `memory`: down to what the host has room for.
+    5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
+    6.  `drain`: more in flight than the limit: hold.
+    7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
+    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once a round.
+    9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
+        97 % full): down to a queue of half of that.
+    10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
+        full, and no throughput need be measured.
+
+    Growth, in a full window:
+
+    11. `opening`: until nine tenths of the pages sent before the first answer are answered: one more for each answer.
+        Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
+        4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
+        doubling must have made a quarter more a second than the one before.
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes; as many again at once
+        where the gauges say that what we sent is running, half the time a page takes after the last step, and after
+        answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
+        When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
+    13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
+        throughput (half of it, at least 10 %, where a page already takes six times as long as the first ones); then
+        go on from there, by a ramp where a fifth more brought three fifths of that. Fewer must not cost 5 %. Else go
+        back; where that place was reached by growing, a little above it, as far as the verdict can't see.
+    14. `probe`: throughput at this limit is known: try 1/16 to 1/2 more. At once while that helps; after a failure in
+        15 s, 30 s … 240 s; at once when throughput rose by a tenth by itself. After a brake first try 1.5 times what
+        throughput needs at the latency of the ramp's beginning, if that is much less.
+    15. `hold`: none of these.
+
+    Throughput is that of a round: as many answers as there were pages in flight, at least 96 or those of 90 s. The
+    first round after a change answers what was sent before it and is left out, as are rounds in which the window was
+    not full. Without gauges, then, each generation of pages triples the window: 120 s a page and 512 slots take 8 min.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._rules = (
+            *(self._fixed, self._refused, self._preempted, self._memory, self._silent, self._drain, self._starved),
+            *(self._late, self._trim, self._queue, self._opening, self._ramp, self._verdict, self._probe, self._stay),
+        )
+
+    def start(self) -> WindowState:
+        """Return the state before the first observation."""
+        return WindowState(limit=self.bounds.clamp(self.bounds.initial))
+
+    def decide(self, state: WindowState, seen: Observation) -> Decision:
+        """Return what the first rule says that has something to say."""
+        state = _with_round(_with_gauges(_with_answers(state, seen), seen), seen)
+        return next(decision for rule in self._rules if (decision := rule(state, seen)))
+
+    def _to(self, state: WindowState, seen: Observation, limit: float, rule: str, reason: str) -> Decision:
+        """Return a decision for a limit, within all bounds; a limit that changes begins a new round."""
+        new = self.bounds.clamp(limit, seen.memory_pages)
+        if new != state.limit:
+            state = replace(_new_round(state, seen), limit=new)
+        return Decision(new, rule, reason, replace(state, preemptions=seen.gauges.preemptions))
+
+    def _hold(self, state: WindowState, seen: Observation, rule: str, reason: str) -> Decision:
+        """Stay, and begin the round anew: what happens now is no evidence."""
+        return self._to(_new_round(state, seen), seen, state.limit, rule, reason)
+
+    def _settle(self, state: WindowState, limit: float, probe_at: float, step: float = 0.25) -> WindowState:
+        """Return the state of a window that has found its place, until the next probe."""
+        state = replace(state, phase="steady", settled=self.bounds.clamp(limit), baseline=None, probe_at=probe_at)
+        return replace(state, fresh=True, overshot=False, step=step)
+
+    # --- cuts, and what forbids growth ---
+
+    def _fixed(self, state: WindowState, seen: Observation) -> Decision | None:
+        if self.bounds.least < self.bounds.most:
+            return None
+        return self._to(state, seen, state.limit, "fixed", "so many were asked for")
+
+    def _refused(self, state: WindowState, seen: Observation) -> Decision | None:
+        bad = seen.refused + seen.timeouts + (seen.failed if seen.failed > max(2, seen.in_flight / 10) else 0)
+        if not bad:
+            return None
+        reason = f"{seen.refused} refused, {seen.timeouts} timed out, {seen.failed} failed"
+        if seen.now < state.quiet_until:
+            return self._hold(state, seen, "refused", f"{reason}; the last cut has yet to take effect")
+        there = min(state.limit, max(1, seen.in_flight))
+        few = bad <= there / 10
+        goes_on = state.refused_at is not None and seen.now < state.quiet_until + 2 * _pause_s(state)
+        state = replace(
+            state,
+            phase="start" if state.phase == "start" else "ramp",
+            refused_at=there - bad if few else state.refused_at if goes_on else max(1, int(0.95 * there)),
+            quiet_until=seen.now + _pause_s(state),
+            queue_seen=False,
+            step=1.0,
+            probe_wait_s=min(PROBE_WAIT_S, 2 * state.probe_wait_s),
+        )
+        limit = there * (1 - min(0.5, max(0.1, bad / there)))
+        return self._to(state, seen, min(state.limit, limit), "refused", reason)
+
+    def _preempted(self, state: WindowState, seen: Observation) -> Decision | None:
+        before, now = state.preemptions, seen.gauges.preemptions
+        if before is None or now is None or now <= before:
+            return None
+        if seen.now < state.quiet_until:
+            return self._hold(state, seen, "preempted", "again; the last cut has yet to take effect")
+        limit = min(state.limit, 0.9 * (seen.gauges.running or seen.in_flight))
+        state = self._settle(replace(state, quiet_until=seen.now + _pause_s(state)), limit, seen.now + 60)
+        return self._to(state, seen, limit, "preempted", "the KV cache is too small for so many pages")
+
+    def _memory(self, state: WindowState, seen: Observation) -> Decision | None:
+        room = seen.memory_pages
+        if room is None or state.limit <= max(self.bounds.least, room):
+            return None
+        if state.phase != "start":
+            state = self._settle(state, room, seen.now + PROBE_AFTER_S)
+        return self._to(state, seen, room, "memory", f"this host has room for {room} pages")
+
+    def _silent(self, state: WindowState, seen: Observation) -> Decision | None:
+        silence_s = seen.now - state.answered_at
+        if not seen.done or silence_s <= max(5.0, 4 * state.latency_s):
+            return None
+        return self._hold(state, seen, "silent", f"no answer for {silence_s:.0f} s")
+
+    def _drain(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.in_flight <= state.limit:
+            return None
+        return self._hold(state, seen, "drain", f"{seen.in_flight} in flight, {state.limit} wanted")
+
+    def _starved(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.is_full:
+            return None
+        return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
+
+    def _late(self, state: WindowState, seen: Observation) -> Decision | None:
+        growing = state.phase in {"start", "ramp"} and seen.now >= state.quiet_until
+        latency_s = state.rate_latency_s if state.rate else state.latency_s if growing else 0.0
+        if latency_s <= self.bounds.longest_wait_s:
+            return None
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / latency_s
+        state = self._settle(state, limit, seen.now + 2 * latency_s)
+        return self._to(state, seen, limit, "late", f"a page takes {latency_s:.0f} s")
+
+    def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
+            return None
+        most = 2.0 if (seen.gauges.kv_usage or 0) >= 0.97 else max(4.0, (seen.gauges.running or 0) / 8)
+        waiting = seen.gauges.waiting or 0
+        if waiting <= most:
+            return None
+        limit = state.limit - int(waiting - most / 2)
+        state = replace(self._settle(state, limit, seen.now + PROBE_AFTER_S, step=1 / 32), queue_seen=True)
+        return self._to(state, seen, limit, "trim", f"{waiting:.0f} pages wait in the engine")
+
+    def _queue(self, state: WindowState, seen: Observation) -> Decision | None:
+        if not seen.done or state.queued_since is None:
+            return None
+        if seen.now - state.queued_since >= max(2.0, state.latency_s):
+            settled = self._settle(state, state.limit, seen.now + PROBE_AFTER_S, step=1 / 32)
+            state = replace(settled, queue_seen=True, refused_at=None)
+        return self._to(state, seen, state.limit, "queue", f"{seen.gauges.waiting or 0:.0f} pages wait in the engine")
+
+    # --- growth ---
+
+    def _opening(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "start":
+            return None
+        age_s, since_s = seen.now - (state.started or seen.now), seen.now - state.stepped_at
+        if seen.now < state.quiet_until:
+            return self._to(state, seen, state.limit, "opening", "after a cut")
+        if not seen.queue_is_empty or age_s < 1 or since_s < age_s / 2:
+            more = min(state.limit, state.answers)
+            return self._to(state, seen, state.limit + more, "opening", "the first pages are out")
+        rate = ((seen.gauges.made_tokens or 0.0) - state.stepped_tokens) / since_s
+        if rate and rate < 1.25 * state.token_rate:
+            return self._to(state, seen, state.limit, "opening", "more pages don't make more tokens")
+        state = replace(_stepped(state, seen), token_rate=rate)
+        return self._to(state, seen, 2 * state.limit, "opening", "what we sent is running")
+
+    def _ramp(self, state: WindowState, seen: Observation) -> Decision | None:
+        if seen.now < state.quiet_until:
+            return self._to(state, seen, state.limit, "hold", "after a cut")
+        ran_empty = state.empty_since is not None and seen.now - state.empty_since >= 2
+        if state.phase == "steady" and state.queue_seen and ran_empty:
+            state = replace(state, phase="ramp", base_latency_s=max(state.latency_s, state.first_latency_s))
+        if state.phase != "ramp":
+            return None
+        if state.refused_at is not None and state.limit >= state.refused_at:
+            state = self._settle(state, state.limit, seen.now + state.probe_wait_s, step=1 / 16)
+            return self._to(replace(state, refused_at=None), seen, state.limit, "brake", "more were refused")
+        if state.refused_at is None and state.latency_s > 1.5 * state.base_latency_s:
+            reason = f"a page takes {state.latency_s:.1f} s; {state.base_latency_s:.1f} s when the ramp began"
+            state = replace(self._settle(state, state.limit, seen.now, step=0.5), overshot=True, queue_seen=False)
+            return self._to(state, seen, state.limit, "brake", reason)
+        most = state.refused_at or self.bounds.most
+        running = seen.queue_is_empty and seen.done - state.stepped_done >= state.limit / 8
+        if running and seen.now - state.stepped_at >= max(1.0, state.latency_s / 2):
+            more = max(1, int(state.step * state.limit))
+            state = replace(_stepped(state, seen), step=min(1.0, 2 * state.step))
+            return self._to(state, seen, min(most, state.limit + more), "ramp", "what we sent is running")
+        more = 0 if state.queue_seen else min(state.limit, 2 * state.answers)
+        return self._to(state, seen, min(most, state.limit + more), "ramp", f"{state.answers} answers")
+
+    def _verdict(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "probe" or state.rate is None or state.baseline is None:
+            return None
+        more, gain = state.limit / state.settled - 1, state.rate / state.baseline - 1
+        reason = f"{100 * more:+.0f} % in flight, {100 * gain:+.0f} % throughput"
+        needed = max(0.05, 0.1 * more) if more > 0 else -0.05
+        if more > 0 and state.latency_s > CROWDED * state.first_latency_s:
+            needed = max(0.1, 0.5 * more)
+        if gain < needed:
+            back = state.settled * (1 + max(0.05, 0.1 * more)) + 1 if more > 0 and state.fresh else state.settled
+            return self._to(self._after_failure(state, seen, back, more), seen, back, "revert", reason)
+        if more < 0:
+            state = replace(self._settle(state, state.limit, seen.now + PROBE_AFTER_S), fresh=False)
+        elif more < 0.2 or gain < 0.6 * more:
+            state = replace(self._settle(state, state.limit, seen.now, min(0.5, 2 * state.step)), baseline=state.rate)
+        else:
+            state = replace(state, phase="ramp", base_latency_s=state.latency_s, step=1.0)
+        state = replace(state, probe_wait_s=PROBE_AFTER_S, climbed=more > 0)
+        return self._to(state, seen, state.limit, "confirm", reason)
+
+    def _after_failure(self, state: WindowState, seen: Observation, back: float, more: float) -> WindowState:
+        wait_s = max(state.probe_wait_s, 4 * state.latency_s)
+        if more < 0:
+            braked = state.step >= 0.5
+            settled = self._settle(state, back, seen.now + (0 if braked else wait_s), state.step)
+            return replace(settled, fresh=braked, climbed=False)
+        settled = self._settle(state, back, seen.now + wait_s, step=max(1 / 16, state.step / 2))
+        wait_s = min(PROBE_WAIT_S, 2 * state.probe_wait_s)
+        return replace(settled, fresh=False, probe_wait_s=wait_s, overshot=state.climbed, climbed=False)
+
+    def _probe(self, state: WindowState, seen: Observation) -> Decision | None:
+        if state.phase != "steady" or state.queue_seen:
+            return None
+        if state.rate is not None and state.baseline is not None and state.rate > 1.1 * state.baseline:
+            return self._to(
+                replace(state, baseline=None, probe_at=seen.now), seen, state.limit, "hold", "it got faster"
+            )
+        state = replace(state, baseline=state.rate or state.baseline)
+        if state.baseline is None or seen.now < state.probe_at:
+            return self._to(state, seen, state.limit, "hold", "until the next probe")
+        limit = self.bounds.clamp(max(state.limit + 1, state.limit * (1 + state.step)), seen.memory_pages)
+        at_the_top = limit <= state.limit
+        fewer = self.bounds.clamp(1 + 1.5 * state.baseline * state.first_latency_s)
+        doubtful = state.overshot or (state.climbed and at_the_top)
+        if doubtful and state.first_latency_s and fewer < 0.6 * state.limit:
+            limit, question = fewer, "are fewer enough?"
+        elif at_the_top:
+            return None
+        else:
+            question = "is there more to be had?"
+        return self._to(replace(state, phase="probe", overshot=False), seen, limit, "probe", question)
+
+    def _stay(self, state: WindowState, seen: Observation) -> Decision:
+        return self._to(state, seen, state.limit, "hold", "as it was")
+
+
+# --- what is remembered ---
+
+
+def _with_answers(state: WindowState, seen: Observation) -> WindowState:
+    answers = seen.done - state.done
+    if state.started is None and (seen.in_flight or seen.done):
+        state = replace(state, started=seen.now, stepped_at=seen.now)
+    if answers > 0:
+        mean_s = (seen.latency_sum_s - state.latency_sum_s) / answers
+        weight = answers / (answers + 16) if state.latency_s else 1.0
+        latency_s = state.latency_s + weight * (mean_s - state.latency_s)
+        state = replace(state, latency_s=latency_s, answered_at=seen.now)
+    if state.phase == "start" and seen.first_latency_s:
+        state = replace(state, phase="ramp", base_latency_s=seen.first_latency_s)
+    if not state.first_latency_s and seen.first_latency_s:
+        state = replace(state, first_latency_s=seen.first_latency_s)
+    return replace(state, done=seen.done, latency_sum_s=seen.latency_sum_s, answers=max(0, answers))
+
+
+def _with_gauges(state: WindowState, seen: Observation) -> WindowState:
+    waiting = seen.gauges.waiting
+    dry_since = (seen.now if state.dry_since is None else state.dry_since) if waiting == 0 else None
+    dry_for_s = seen.now - dry_since if dry_since is not None else 0.0
+    forgotten = waiting is None or dry_for_s > max(PROBE_AFTER_S, 2 * state.latency_s)
+    return replace(
+        state,
+        queued_since=(state.queued_since or seen.now) if waiting else None,
+        dry_since=dry_since,
+        empty_since=(state.empty_since or seen.now) if seen.queue_is_empty else None,
+        queue_seen=state.queue_seen and not forgotten,
+    )
+
+
+def _with_round(state: WindowState, seen: Observation) -> WindowState:
+    """Go on with the round, or end it: its throughput is kept for this tick if it says something."""
+    passed_s = seen.now - (seen.now if state.now is None else state.now)
+    state = replace(state, now=seen.now, rate=None, round_full_s=state.round_full_s + passed_s * seen.full_share)
+    took_s, answers = seen.now - state.round_at, seen.done - state.round_done
+    if not state.round_size or took_s <= 0:
+        return _new_round(state, seen)
+    if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
+        return state
+    says_something = not state.settling and state.round_full_s >= 0.8 * took_s
+    rate = answers / took_s if says_something else None
+    latency_s = (seen.latency_sum_s - state.round_latency_sum_s) / answers
+    return replace(_new_round(state, seen), settling=False, rate=rate, rate_latency_s=latency_s)
+
+
+def _new_round(state: WindowState, seen: Observation) -> WindowState:
+    return replace(
+        state,
+        round_at=seen.now,
+        round_done=seen.done,
+        round_size=max(1, seen.in_flight),
+        round_full_s=0.0,
+        round_latency_sum_s=seen.latency_sum_s,
+        settling=True,
+        rate=None,
+    )
+
+
+def _stepped(state: WindowState, seen: Observation) -> WindowState:
+    return replace(state, stepped_at=seen.now, stepped_done=seen.done, stepped_tokens=seen.gauges.made_tokens or 0.0)
+
+
+def _pause_s(state: WindowState) -> float:
+    return min(30.0, max(1.0, state.latency_s))
+
+
+# --- what bounds us ---
+
+
+def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
+    """Say what keeps the run from being faster: `engine`, `preparation`, `source`, `memory` or `limit`.
+
+    A window with free places is short of pages: of prepared ones while the threads that prepare have their hands full,
+    else of rows. A full one waits for the engine where the engine has a queue, refuses, or answers no faster when it is
+    given more; else for memory, or for the window itself: its upper bound, or that it is still growing.
+    """
+    state = decision.state
+    if not seen.is_full and seen.in_flight <= state.limit:
+        return "preparation" if seen.preparing >= seen.threads else "source"
+    at_the_top = decision.limit >= bounds.most
+    slower = bool(state.first_latency_s) and state.latency_s > 1.5 * state.first_latency_s
+    if seen.gauges.waiting or decision.rule in {"refused", "preempted", "silent", "late"} or slower:
+        return "engine"
+    if seen.memory_pages is not None and decision.limit >= seen.memory_pages:
+        return "memory"
+    return "limit" if at_the_top or state.phase in {"start", "ramp"} else "engine"
+
+
+# --- the window ---
+
+
+class Gate:
+    """So many places and no more, given in the order of asking. Fewer places take none from those inside."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self.taken = 0
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many stand in line."""
+        return sum(not ticket.done() for ticket in self._line)
+
+    def try_enter(self) -> bool:
+        """Take a place if there is one and nobody stands in line."""
+        if self.taken >= self.places or self.waiting:
+            return False
+        self.taken += 1
+        return True
+
+    async def enter(self) -> None:
+        """Take a place, in the order of asking."""
+        if self.try_enter():
+            return
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append(ticket)
+        try:
+            await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():  # the place was given just before the cancellation
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.taken -= 1
+        self._admit()
+
+    def resize(self, places: int) -> None:
+        """Change the number of places; those who can come in now do."""
+        self.places = places
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._line and (self._line[0].done() or self.taken < self.places):
+            ticket = self._line.popleft()
+            if not ticket.done():
+                self.taken += 1
+                ticket.set_result(None)
+
+
+class Window:
+    """The pages in flight: `acquire` and `release` around each, `trouble` for each failed try, `observe` every tick.
+
+    `ahead` is a second gate, for the pages that are prepared or in flight: as many as the window plus `ahead`.
+    """
+
+    def __init__(self, bounds: Bounds, ahead: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rules = Rules(bounds)
+        self.seconds_bound: defaultdict[str, float] = defaultdict(float)  # what bounded the run, and for how long
+        self._state = self.rules.start()
+        self._gate = Gate(self._state.limit)
+        self._ahead = ahead
+        self.ahead = Gate(self._state.limit + ahead)
+        self._clock = clock
+        self._begun = self._looked_at = self._marked_at = clock()
+        self._full_s = 0.0
+        self._done = self._tokens = 0
+        self._latency_sum_s = 0.0
+        self._first = _FirstPages()
+        self._troubles: Counter[str] = Counter()
+
+    @property
+    def limit(self) -> int:
+        """How many pages may be in flight now."""
+        return self._gate.places
+
+    @property
+    def in_flight(self) -> int:
+        """How many are; more than the limit for a while after a cut."""
+        return self._gate.taken
+
+    async def acquire(self) -> float:
+        """Wait for a place, in the order of asking; return the time, for `release`."""
+        self._mark()
+        await self._gate.enter()
+        self._mark()
+        return self._clock()
+
+    def try_acquire(self) -> float | None:
+        """Take a place at once, or return None."""
+        self._mark()
+        return self._clock() if self._gate.try_enter() else None
+
+    def release(self, since: float, answered: bool = True, tokens: int = 0) -> None:
+        """Give the place back that was got at `since`; `answered`: whether the engine worked for it."""
+        self._mark()
+        latency_s = self._clock() - since
+        if answered:
+            self._first.note_answer(since + latency_s, self._gate.taken)
+            self._done += 1
+            self._tokens += tokens
+            self._latency_sum_s += latency_s
+        self._first.note_end(since, latency_s)
+        self._gate.leave()
+
+    def trouble(self, kind: str) -> None:
+        """Count a try that failed: `refused` (429, 503), `timeout` or `failed` (other 5xx, broken connections)."""
+        self._troubles[kind] += 1
+
+    def observe(
+        self,
+        gauges: Gauges | None = None,
+        memory_available: int | None = None,
+        bytes_a_page: float | None = None,
+        preparing: int = 0,
+        threads: int = 1,
+    ) -> dict[str, Any]:
+        """Look, decide, and return the decision as telemetry for JSON."""
+        self._mark()
+        now = self._clock()
+        passed_s = now - self._looked_at
+        seen = Observation(
+            now=now,
+            in_flight=self._gate.taken,
+            ready=self._gate.waiting,
+            full_share=min(1.0, self._full_s / passed_s) if passed_s > 0 else 1.0,
+            done=self._done,
+            latency_sum_s=self._latency_sum_s,
+            first_latency_s=self._first.latency_s,
+            tokens=self._tokens,
+            refused=self._troubles["refused"],
+            timeouts=self._troubles["timeout"],
+            failed=self._troubles["failed"],
+            gauges=gauges or Gauges(),
+            memory_available=memory_available,
+            bytes_a_page=bytes_a_page,
+            preparing=preparing,
+            threads=threads,
+        )
+        decision = self.rules.decide(self._state, seen)
+        bound = bounded_by(decision, seen, self.rules.bounds)
+        self.seconds_bound[bound] += passed_s
+        self._state, self._looked_at, self._full_s = decision.state, now, 0.0
+        self._troubles.clear()
+        self._gate.resize(decision.limit)
+        self.ahead.resize(decision.limit + self._ahead)
+        return telemetry(decision, seen, bound, now - self._begun)
+
+    def _mark(self) -> None:
+        """Add the time since the last change to that in which every place was taken."""
+        now = self._clock()
+        self._full_s += (now - self._marked_at) * (self._gate.taken >= self._gate.places)
+        self._marked_at = now
+
+
+class _FirstPages:
+    """The pages sent before the first answer: how long they took says how fast the engine is without a crowd."""
+
+    def __init__(self) -> None:
+        self._answer_at: float | None = None
+        self._sent = self._ended = 0
+        self._latency_sum_s = 0.0
+
+    def note_answer(self, now: float, in_flight: int) -> None:
+        if self._answer_at is None:
+            self._answer_at, self._sent = now, in_flight
+
+    def note_end(self, since: float, latency_s: float) -> None:
+        if self._answer_at is not None and since < self._answer_at:
+            self._ended += 1
+            self._latency_sum_s += latency_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """Their mean latency; None before nine in ten have ended."""
+        return self._latency_sum_s / self._ended if self._ended and self._ended >= 0.9 * self._sent else None
+
+
+def fixed_window(places: int, ahead: int = 0) -> Window:
+    """Return a window that stays as it is."""
+    return Window(Bounds(least=places, most=places, initial=places), ahead)
+
+
+def telemetry(decision: Decision, seen: Observation, bound: str, age_s: float) -> dict[str, Any]:
+    """Return a decision, what was seen, and what bounds the run, as one JSON line of the telemetry file."""
+    return {
+        "at_s": round(age_s, 2),
+        "limit": decision.limit,
+        "rule": decision.rule,
+        "reason": decision.reason,
+        "bounded_by": bound,
+        "phase": decision.state.phase,
+        "in_flight": seen.in_flight,
+        "ready": seen.ready,
+        "preparing": seen.preparing,
+        "full_share": round(seen.full_share, 3),
+        "done": seen.done,
+        "tokens": seen.tokens,
+        "latency_s": round(decision.state.latency_s, 3),
+        "refused": seen.refused,
+        "timeouts": seen.timeouts,
+        "failed": seen.failed,
+        "running": seen.gauges.running,
+        "waiting": seen.gauges.waiting,
+        "kv_usage": seen.gauges.kv_usage,
+        "preemptions": seen.gauges.preemptions,
+        "memory_pages": seen.memory_pages,
+    }
+
+
+# ---- flow ------------------------------------------------------------------------------------------------------------
+# The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#
+# Preparation runs ahead of the engine in as many threads as there are cores; so many pages and no more are with the
+# engine; so many blocks and no more are open. Memory does not grow with the dataset.
+
+
+RequestT = TypeVar("RequestT")
+OPEN_BLOCK_BYTES = 2 * 1024**3  # beyond this no further block is opened while another is open
+
+
+class Engine(Protocol[RequestT]):
+    """What answers pages. `encode` is work for a thread, `ask` waits for the answer and asks again where that may help.
+
+    `watch` runs beside the pages and raises `EngineError` when the engine is gone.
+    """
+
+    def encode(self, page: Page, row: int) -> RequestT:
+        """Make the request for the page in `row` of the split."""
+
+    async def ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
+        """Return what became of the page."""
+
+    def watch(self) -> Coroutine[Any, Any, None]:
+        """Return never, or raise when the engine is gone."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run has to do: from where, with what limits, to where.
+
+    `todo` has the numbers of the blocks to write. One that is there already is written anew: its failed rows are asked
+    about again, the others stay as they are.
+    """
+
+    source: Source
+    plan: BlockPlan
+    blocks: Blocks
+    todo: Sequence[int]
+    limits: PageLimits
+    output_column: str
+    settings: Mapping[str, Any]
+    info: Mapping[str, Any]
+    results_only: bool = False
+
+    def schema(self) -> pa.Schema:
+        """Return the schema of a block."""
+        without = self.source.image_column if self.results_only else None
+        return output_schema(self.source.rows.schema, self.output_column, self.settings, without=without)
+
+
+@dataclass
+class OpenBlock:
+    """A block whose pages are under way: `results` has one place a row, `missing` counts those still empty."""
+
+    number: int
+    addresses: Sequence[int]
+    rows: pa.Table
+    results: list[PageResult | None]
+    kept_info: list[str | None]
+    missing: int
+
+    def put(self, index: int, result: PageResult) -> bool:
+        """Put the result of a row in its place; return whether it was the last one."""
+        self.results[index] = result
+        self.missing -= 1
+        return self.missing == 0
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Window) -> None:
+    """Ask about every page of the job's blocks, as many at once as the window has places; return when all are written.
+
+    Raises the first `JobError` of the engine, the source or the disk; blocks that were closed stay.
+    """
+    with ThreadPoolExecutor(count_cores(), thread_name_prefix="prepare") as pool:
+        run = _Run(job, engine, tally, window, pool)
+        try:
+            await run.to_the_end()
+        except* JobError as group:
+            raise _first(group) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _first(group: BaseExceptionGroup[JobError]) -> JobError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, JobError)
+    return error
+
+
+class _Run(Generic[RequestT]):
+    """One run of a job: the tasks and what bounds them."""
+
+    def __init__(
+        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, pool: ThreadPoolExecutor
+    ) -> None:
+        self._job = job
+        self._engine = engine
+        self._tally = tally
+        self._pool = pool
+        self._schema = job.schema()
+        self._closed = job.blocks.closed()
+        self._window = window
+        self._open: dict[int, int] = {}  # block → bytes
+        self._closed_one = asyncio.Event()
+
+    async def to_the_end(self) -> None:
+        """Run all pages beside the engine's watch."""
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._engine.watch())
+            async with asyncio.TaskGroup() as pages:
+                for number in self._job.todo:
+                    await self._room_for_a_block()
+                    await self._open_block(number, pages)
+            watch.cancel()
+
+    async def _room_for_a_block(self) -> None:
+        # A slow page keeps its block open: three more than the pages in flight can span may be open beside it.
+        block_rows = self._job.plan.block_rows
+        while len(self._open) >= 3 + -(-self._window.limit // block_rows) or (
+            self._open and sum(self._open.values()) > OPEN_BLOCK_BYTES
+        ):
+            self._closed_one.clear()
+            await self._closed_one.wait()
+
+    async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
+        block = await asyncio.to_thread(self._read, number)
+        self._open[number] = block.rows.nbytes
+        for index, result in enumerate(block.results):
+            if result is None:
+                await self._window.ahead.enter()
+                pages.create_task(self._page(block, index))
+        if not block.missing:
+            await self._close(block)
+
+    def _read(self, number: int) -> OpenBlock:
+        job = self._job
+        positions = job.plan.positions(number)
+        rows = job.source.read(positions)
+        kept: Sequence[KeptRow | None] = [None] * rows.num_rows
+        if number in self._closed:
+            kept = kept_rows(job.blocks, number, job.output_column)
+        return OpenBlock(
+            number,
+            job.source.order[positions.start : positions.stop],
+            rows,
+            results=[row.result if row else None for row in kept],
+            kept_info=[row.info if row else None for row in kept],
+            missing=sum(row is None for row in kept),
+        )
+
+    async def _page(self, block: OpenBlock, index: int) -> None:
+        async def prepare() -> RequestT | Refusal:
+            self._tally.preparing += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, block, index)
+            finally:
+                self._tally.preparing -= 1
+
+        try:
+            request = await prepare()
+            if isinstance(request, Refusal):
+                result = refused(request.status, request.reason)
+            else:
+                result = await self._ask(request, prepare)
+        finally:
+            self._window.ahead.leave()
+        self._tally.count(result)
+        if block.put(index, result):
+            await self._close(block)
+
+    async def _ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
+        since = await self._window.acquire()
+        result = None
+        try:
+            with self._tally.asking():
+                result = await self._engine.ask(request, again)
+            return result
+        finally:
+            answered = result is not None and result.status != "error"
+            self._window.release(since, answered, (result.tokens if result else None) or 0)
+
+    def _prepare(self, block: OpenBlock, index: int) -> RequestT | Refusal:
+        cell = block.rows[self._job.source.image_column][index].as_py()
+        page = make_page(cell, self._job.limits)
+        return page if isinstance(page, Refusal) else self._engine.encode(page, int(block.addresses[index]))
+
+    async def _close(self, block: OpenBlock) -> None:
+        await asyncio.to_thread(self._write, block)
+        self._tally.blocks += 1
+        del self._open[block.number]
+        self._closed_one.set()
+
+    def _write(self, block: OpenBlock) -> None:
+        job = self._job
+        results: Sequence[PageResult] = [result for result in block.results if result is not None]
+        table = block_table(
+            block.rows,
+            results,
+            self._schema,
+            job.output_column,
+            job.info,
+            addresses=block.addresses,
+            kept_info=block.kept_info,
+        )
+        try:
+            job.blocks.write(block.number, table)
+        except OSError as error:
+            raise JobError(
+                f"writing {job.blocks.where(block.number)}: {error}; free some space and run again"
+            ) from error
+
+
+# ---- hub_blocks ------------------------------------------------------------------------------------------------------
+# Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+#
+# A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
+# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
+# folder, so that the disk holds what is under way and no more.
+
+
+MOST_STAGED = 64  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_IN_A_COMMIT = 200
+LONGEST_HUB_PAUSE_S = 60.0
+
+
+@dataclass
+class _Staged:
+    """Blocks on their way to the Hub: `uploaded` ones wait for the next commit."""
+
+    uploaded: list[Any] = field(default_factory=list)
+    last_commit: float = field(default_factory=time.monotonic)
+
+
+class HubBlocks:
+    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        split: str,
+        staging: Path,
+        *,
+        private: bool,
+        shard: Shard = WHOLE,
+        commit_every_s: float = 600.0,
+        retry_for_s: float = 1800.0,
+    ) -> None:
+        self.repo_id = repo_id
+        self.split = split
+        self.commits = 0
+        self._local = BlockFolder(staging, split, shard)
+        self._private = private
+        self._commit_every_s = commit_every_s
+        self._retry_for_s = retry_for_s
+        self._there: set[int] | None = None
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_STAGED)
+        self._staged = _Staged()
+        self._failure: PublishError | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # What is there
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
+        if self._there is None:
+            self._there = self._listed()
+        return self._there | self._local.closed()
+
+    def _listed(self) -> set[int]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            entries = list(HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"))
+        except (RepositoryNotFoundError, EntryNotFoundError):
+            return set()
+        numbers = (block_number(self.split, entry.path.removeprefix("data/")) for entry in entries)
+        return {number for number in numbers if number is not None}
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return f"{self.repo_id}: {block_name(self.split, number)}"
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block; from the Hub only their bytes are fetched."""
+        import pyarrow.parquet as pq
+
+        if number in self._local.closed():
+            return self._local.read(number, columns)
+        with self._open(number) as file:
+            return pq.read_table(file, columns=columns)
+
+    def stored_settings(self) -> bytes | None:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        import pyarrow.parquet as pq
+
+        number = min(self._local.closed() or self.closed())
+        if number in self._local.closed():
+            return self._local.stored_settings()
+        with self._open(number) as file:
+            metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+        return metadata.get(SETTINGS_KEY)
+
+    def _open(self, number: int) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem().open(
+            f"datasets/{self.repo_id}/{block_name(self.split, number)}", "rb", block_size=256 * 1024
+        )
+
+    # What is written
+
+    def remove_all(self) -> None:
+        """Remove the blocks of this split, here and, in one commit, on the Hub."""
+        from huggingface_hub import CommitOperationDelete, HfApi
+
+        self._local.remove_all()
+        there = self._listed()
+        if there:
+            deletions = [CommitOperationDelete(block_name(self.split, number)) for number in sorted(there)]
+            HfApi().create_commit(
+                self.repo_id, deletions, repo_type="dataset", commit_message=f"Start split {self.split} anew"
+            )
+        self._there = set()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
+
+        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
+        """
+        with self._local.locked():
+            for number in sorted(self._local.closed()):  # closed by a run that could not publish them
+                self._waiting.put(number)
+            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
+            self._thread.start()
+            try:
+                yield
+            finally:
+                self.flush()
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write a block here and send it on its way; waits where too many are under way."""
+        while not self._room.acquire(timeout=1.0):
+            self._raise_failure()
+        self._local.write(number, table)
+        self._waiting.put(number)
+        self._raise_failure()
+
+    def flush(self) -> None:
+        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        self._waiting.put(None)
+        self._thread.join()
+        self._thread = None
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    # The thread that uploads
+
+    def _upload(self) -> None:
+        try:
+            self._create_repo()
+            while True:
+                wait_s = max(0.0, self._staged.last_commit + self._commit_every_s - time.monotonic())
+                with contextlib.suppress(queue.Empty):
+                    number = self._waiting.get(timeout=wait_s if self._staged.uploaded else None)
+                    if number is None:
+                        break
+                    self._send(number)
+                due = time.monotonic() >= self._staged.last_commit + self._commit_every_s
+                if self._staged.uploaded and (due or len(self._staged.uploaded) >= MOST_IN_A_COMMIT):
+                    self._commit()
+            self._commit()
+        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
+            self._failure = PublishError(
+                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
+            )
+
+    def _create_repo(self) -> None:
+        from huggingface_hub import HfApi
+
+        self._retried(
+            lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True)
+        )
+
+    def _send(self, number: int) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
+        self._retried(lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"))
+        self._staged.uploaded.append((number, addition))
+
+    def _commit(self) -> None:
+        from huggingface_hub import HfApi
+
+        uploaded, self._staged.uploaded = self._staged.uploaded, []
+        self._staged.last_commit = time.monotonic()
+        if not uploaded:
+            return
+        additions = [addition for _, addition in uploaded]
+        message = f"{len(additions)} blocks of split {self.split}"
+        self._retried(
+            lambda: HfApi().create_commit(self.repo_id, additions, repo_type="dataset", commit_message=message)
+        )
+        self.commits += 1
+        for number, _ in uploaded:
+            assert self._there is not None
+            self._there.add(number)
+            self._local.path(number).unlink()
+            self._room.release()
+
+    def _retried(self, action: Any) -> None:
+        """Do what the Hub may refuse for a while: quotas, races of several writers, its own troubles."""
+        give_up_at = time.monotonic() + self._retry_for_s
+        pause_s = 1.0
+        while True:
+            try:
+                action()
+            except network_errors() as error:
+                response = getattr(error, "response", None)
+                status = getattr(response, "status_code", None)
+                permanent = status is not None and status < 500 and status not in {408, 409, 412, 429}
+                if permanent or time.monotonic() >= give_up_at:
+                    raise
+                wished = float(response.headers.get("retry-after") or 0) if response is not None else 0.0
+                wait_s = max(wished, pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+                say(f"the Hub refuses for now ({error}); trying again in {wait_s:.0f} s")
+                time.sleep(wait_s)
+                pause_s = min(LONGEST_HUB_PAUSE_S, 2 * pause_s)
+            else:
+                return
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+# The profiles: everything that differs between the LightOnOCR generations.
+#
+# | family           | generation | built on | modes           | longest edge | a token is | context | answer at most |
+# |------------------|------------|----------|-----------------|--------------|------------|---------|----------------|
+# | LightOnOCR-1B    | 1          | pixtral  | text            | 1540 px      | 28 x 28 px | 8192    | 4096           |
+# | LightOnOCR-2-1B  | 2          | pixtral  | text            | 1540 px      | 28 x 28 px | 16384   | 4096           |
+# | LightOnOCR-3-1B  | 3          | pixtral  | text, grounding | 1540 px      | 28 x 28 px | 16384   | what is left   |
+# | LightOnOCR-3-0.8B, -4B | 3    | qwen3.5  | text, grounding | 2048 px      | 32 x 32 px | 18000   | what is left   |
+#
+# The evidence for each value stands in models.json, which a test holds equal to this room.
+
+
+DEFAULT_MODEL_ID = "lightonai/LightOnOCR-2-1B"
+
+# The trained prompts: a mode → the words beside the image. Anything else is out of distribution.
+PROMPT_WORDS = {"text": "", "grounding": "grounding"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the model is sampled. Greedy decoding loops on hard pages, so no profile has temperature 0."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int | None  # None: the server gives what is left of the context
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """An engine that starts and serves this model wrongly, or can't start it."""
+
+    vllm: str
+    transformers: str  # "": with any transformers
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the scripts have to know of one model."""
+
+    model_id: str
+    about: str  # what sets a variant apart from the model it is named after; "" for that model itself
+    generation: int
+    architecture: str  # "pixtral" or "qwen3.5"
+    longest_edge_px: int
+    pixels_per_token_side: int
+    modes: tuple[str, ...]
+    sampling: Sampling
+    serve_args: tuple[str, ...]  # argv words after `vllm serve MODEL`
+    chat_template_kwargs: tuple[tuple[str, bool], ...]  # for each request; dict() of it is the JSON object
+    image_tag: str  # of vllm/vllm-openai
+    known_bad_engines: tuple[KnownBad, ...]
+    licence: str
+    languages: tuple[str, ...]  # ISO 639-1, as stated by the vendor; () where nothing is stated
+
+    @property
+    def image(self) -> str:
+        """The container image to run this model in."""
+        return f"vllm/vllm-openai:{self.image_tag}"
+
+
+@dataclass(frozen=True)
+class ProfileMatch:
+    """A profile and how it was found, for the log."""
+
+    requested: str
+    profile: ModelProfile
+    how: Literal["catalogue", "by name", "default"]
+
+    def __str__(self) -> str:
+        if self.how == "catalogue":
+            return f"profile {self.profile.model_id}"
+        if self.how == "by name":
+            return f"profile {self.profile.model_id}, taken by the name of {self.requested}"
+        return f"profile {self.profile.model_id}, the default: {self.requested} names no model of the catalogue"
+
+
+# 0.27.1 answers, and the GPU looks busy as usual: only the text shows it. Hence the canary page.
+LOOPS_ON_0_27_1 = KnownBad(
+    "0.27.1", "", "every LightOnOCR model loops in compiled mode, while the GPU looks normally busy"
+)
+NO_PIXTRAL_ON_0_30_0 = KnownBad(
+    "0.30.0", "5.17", "PixtralRotaryEmbedding can't be imported, so no Pixtral-based 1B model starts; 5.16.1 works"
+)
+
+# One page a request, said in advance: no memory is set aside for more (JSON is the only spelling since vLLM 0.10).
+ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}')
+# Pages never repeat, so both caches only cost memory; and a processor cache under concurrency has killed engines
+# ("Expected a cached item for mm_hash").
+NO_CACHES = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
+# The Qwen3.5 models were trained without thinking; also sent with each request, for servers started by others.
+NO_THINKING = (("enable_thinking", False),)
+NO_THINKING_ARGS = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+
+LIGHTONOCR_1B = ModelProfile(
+    model_id="lightonai/LightOnOCR-1B-1025",
+    about="",
+    generation=1,
+    architecture="pixtral",
+    longest_edge_px=1540,
+    pixels_per_token_side=28,
+    modes=("text",),
+    # 4096 of the 4096 to 6500 in use: with a page of 55 x 55 image tokens, 6500 would not fit the 8192 below.
+    sampling=Sampling(temperature=0.2, top_p=0.9, max_tokens=4096),
+    serve_args=("--max-model-len", "8192", *ONE_IMAGE, *NO_CACHES),
+    chat_template_kwargs=(),
+    image_tag="v0.22.1",
+    known_bad_engines=(LOOPS_ON_0_27_1, NO_PIXTRAL_ON_0_30_0),
+    licence="apache-2.0",
+    languages=("en", "fr", "de", "es", "it", "nl", "pt", "sv", "da"),
+)
+
+LIGHTONOCR_2_1B = replace(
+    LIGHTONOCR_1B,
+    model_id="lightonai/LightOnOCR-2-1B",
+    generation=2,
+    # 8192 fits a page and its 4096 tokens; 16384 leaves room to ask a truncated page again for more.
+    serve_args=("--max-model-len", "16384", *ONE_IMAGE, *NO_CACHES),
+    languages=(*LIGHTONOCR_1B.languages, "zh", "ja"),
+)
+
+LIGHTONOCR_3_1B = replace(
+    LIGHTONOCR_2_1B,
+    model_id="lightonai/LightOnOCR-3-1B",
+    generation=3,
+    modes=("text", "grounding"),
+    # The vendor's tip and its example request say 0.1 (its client defaults to 0.2): the steadier of the two.
+    sampling=Sampling(temperature=0.1, top_p=1.0, max_tokens=None),
+    image_tag="v0.32.0",  # the image of v0.30.0 ships the transformers that breaks this architecture
+    languages=(),
+)
+
+LIGHTONOCR_3_08B = replace(
+    LIGHTONOCR_3_1B,
+    model_id="lightonai/LightOnOCR-3-0.8B",
+    architecture="qwen3.5",
+    longest_edge_px=2048,
+    pixels_per_token_side=32,
+    serve_args=("--max-model-len", "18000", *ONE_IMAGE, *NO_CACHES, *NO_THINKING_ARGS),
+    chat_template_kwargs=NO_THINKING,
+    image_tag="v0.30.0",
+    known_bad_engines=(LOOPS_ON_0_27_1,),
+)
+
+LIGHTONOCR_3_4B = replace(LIGHTONOCR_3_08B, model_id="lightonai/LightOnOCR-3-4B")
+
+
+@functools.cache
+def catalogue() -> tuple[ModelProfile, ...]:
+    """Every model known, a family's own model before its variants."""
+    return (
+        LIGHTONOCR_1B,
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-32k-1025"),
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-16k-1025"),
+        LIGHTONOCR_2_1B,
+        *(
+            replace(LIGHTONOCR_2_1B, model_id=f"{LIGHTONOCR_2_1B.model_id}-{suffix}", about=about)
+            for suffix, about in (
+                ("base", "before reinforcement learning"),
+                ("bbox", "also boxes embedded figures"),
+                ("bbox-base", "also boxes embedded figures; before reinforcement learning"),
+                ("ocr-soup", "a merge"),
+                ("bbox-soup", "a merge; also boxes embedded figures"),
+            )
+        ),
+        LIGHTONOCR_3_08B,
+        LIGHTONOCR_3_1B,
+        LIGHTONOCR_3_4B,
+    )
+
+
+def find_profile(model_id: str) -> ProfileMatch:
+    """The profile of a model: by its exact id, else by the model named in it, else the default one.
+
+    A name is looked for in the last part of a path first, then in the whole, without regard to case and punctuation:
+    `me/LightOnOCR-2-1B-letters`, `/models/lightonocr-3-4b/` and a snapshot folder of the Hub's cache are all found.
+    """
+    by_id = {profile.model_id: profile for profile in catalogue()}
+    if model_id in by_id:
+        return ProfileMatch(model_id, by_id[model_id], "catalogue")
+    last_part = re.split(r"[/\\]", model_id.rstrip("/\\"))[-1]
+    for text in (_letters_and_digits(last_part), _letters_and_digits(model_id)):
+        named = [profile for profile in catalogue() if _name_key(profile) in text]
+        if named:
+            # The longest name wins: LightOnOCR-2-1B stands in LightOnOCR-2-1B-bbox too.
+            return ProfileMatch(model_id, max(named, key=lambda profile: len(_name_key(profile))), "by name")
+    return ProfileMatch(model_id, by_id[DEFAULT_MODEL_ID], "default")
+
+
+def _letters_and_digits(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _name_key(profile: ModelProfile) -> str:
+    name = profile.model_id.partition("/")[2]
+    return _letters_and_digits(name.removesuffix("-1025"))
+
+
+def prompt_words(profile: ModelProfile, mode: str) -> str:
+    """The words beside the image in this mode ("" for none); a mode the model was not trained on is refused."""
+    if mode not in profile.modes:
+        raise UsageError(
+            f"{profile.model_id} has no mode {mode!r}, only {', '.join(profile.modes)}: "
+            f"leave the mode out, or choose a model that has it"
+            + (" (grounding came with LightOnOCR-3)" if mode == "grounding" else "")
+        )
+    return PROMPT_WORDS[mode]
+
+
+def serve_option(profile: ModelProfile, name: str) -> str | None:
+    """The value of one of the profile's serve_args, such as `--max-model-len`; None if it isn't among them."""
+    if name not in profile.serve_args:
+        return None
+    return profile.serve_args[profile.serve_args.index(name) + 1]
+
+
+def known_bad_engine(profile: ModelProfile, vllm: str, transformers: str | None = None) -> KnownBad | None:
+    """The entry that warns of this engine, if there is one.
+
+    Where an entry depends on the transformers version and ours is unknown (a remote server does not tell), the entry is
+    returned, and its `transformers` says what to check.
+    """
+    for bad in profile.known_bad_engines:
+        transformers_fits = not bad.transformers or transformers is None or _is_release(transformers, bad.transformers)
+        if _is_release(vllm, bad.vllm) and transformers_fits:
+            return bad
+    return None
+
+
+def _is_release(version: str, release: str) -> bool:
+    """Whether a version is that release or a build of it: 0.27.1+cu129 is of 0.27.1, 5.17.2 of 5.17, 0.27.10 is not."""
+    return re.match(re.escape(release) + r"(?!\d)", version.strip().removeprefix("v")) is not None
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+# The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from those.
+
+
+def argument(help_text: str) -> Any:
+    """Declare a positional argument."""
+    return field(metadata={"help": help_text, "group": None})
+
+
+def option(
+    default: Any,
+    group: str,
+    help_text: str,
+    *,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """Declare an option; its flag is the field's name in kebab-case, its type the field's."""
+    return field(
+        default=default,
+        metadata={
+            "help": help_text,
+            "group": group,
+            "metavar": metavar,
+            "choices": choices,
+            "minimum": minimum,
+            "maximum": maximum,
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What every script takes that turns a dataset of pages into a dataset with text."""
+
+    input: str = argument(
+        "Hub dataset id, folder of images, parquet file or folder, or a folder that save_to_disk wrote"
+    )
+    output: str = argument("local folder, or Hub dataset id (namespace/name) to publish to")
+
+    config: str | None = option(None, "input", "dataset configuration (default: the only one)", metavar="NAME")
+    split: str | None = option(None, "input", "split to read (default: the only one, or train)", metavar="NAME")
+    revision: str | None = option(
+        None, "input", "branch, tag or commit of the input dataset (default: main)", metavar="REV"
+    )
+    image_column: str | None = option(
+        None, "input", "column that holds the pages (default: image, or the only column of images)", metavar="NAME"
+    )
+    max_samples: int | None = option(None, "input", "take this many rows (default: all)", metavar="N", minimum=1)
+    shuffle: bool = option(
+        False, "input", "take the rows in an order drawn by --seed, which is then the output's order"
+    )
+
+    output_column: str = option(
+        "markdown",
+        "output",
+        "column for the text; _status, _error and _tokens columns are named after it",
+        metavar="NAME",
+    )
+    block_rows: int = option(
+        256,
+        "output",
+        "rows a block file; a killed run asks again at most for the blocks that were open",
+        metavar="N",
+        minimum=1,
+    )
+    overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
+    resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
+    private: bool = option(
+        False, "output", "make a new Hub dataset private (default: as the input; private for local input)"
+    )
+    public: bool = option(False, "output", "make a new Hub dataset public")
+    work_dir: str | None = option(
+        None,
+        "output",
+        "where blocks lie until they are published (default: a folder of the user's cache)",
+        metavar="DIR",
+    )
+
+    model: str = option("", "model", "model id or local checkpoint", metavar="ID")
+    model_revision: str | None = option(
+        None, "model", "branch, tag or commit of the model (default: main)", metavar="REV"
+    )
+
+    temperature: float | None = option(
+        None, "sampling", "sampling temperature (default: the model's own)", metavar="T", minimum=0.0, maximum=2.0
+    )
+    top_p: float | None = option(
+        None, "sampling", "nucleus sampling (default: the model's own)", metavar="P", minimum=1e-9, maximum=1.0
+    )
+    max_tokens: int | None = option(
+        None, "sampling", "most tokens generated a page (default: the model's own)", metavar="N", minimum=1
+    )
+    seed: int = option(0, "sampling", "seed from which each page's own is derived", metavar="N", minimum=0)
+
+    max_model_len: int | None = option(
+        None, "engine", "most tokens of a page and its text together (default: the model's own)", metavar="N", minimum=1
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "engine",
+        "share of the GPU's memory for the engine, 0 to 1 (default: vLLM's)",
+        metavar="SHARE",
+        maximum=1.0,
+    )
+
+    allow_bad_engine: bool = option(False, "engine", "go on with a vLLM version that is known to be bad for the model")
+    no_canary: bool = option(
+        False, "engine", "trust the engine without having it read a page of known text before the first real one"
+    )
+    canary_page: str | None = option(
+        None, "engine", "picture to use as that page, with --canary-text (default: we draw one)", metavar="FILE"
+    )
+    canary_text: str | None = option(None, "engine", "file with the text on --canary-page", metavar="FILE")
+
+    max_failure_rate: float = option(
+        0.05,
+        "run",
+        "share of pages, 0 to 1, that may fail before the exit code is 1",
+        metavar="SHARE",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
+    verbose: bool = option(False, "run", "say why requests are made again, and more")
+
+    vllm_args: tuple[str, ...] = ()
+
+
+OptionsT = TypeVar("OptionsT", bound=CommonOptions)
+
+
+def make_parser(
+    options_type: type[OptionsT], *, prog: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Make the parser of an options dataclass."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    hints = typing.get_type_hints(options_type)
+    groups: dict[str, Any] = {}
+    for item in fields(options_type):
+        if not item.metadata:
+            continue
+        meta, kind = item.metadata, _scalar(hints[item.name])
+        if meta["group"] is None:
+            parser.add_argument(item.name, metavar=item.name.upper(), help=meta["help"])
+            continue
+        group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
+        groups[meta["group"]] = group
+        flag = f"--{item.name.replace('_', '-')}"
+        if kind is bool:
+            group.add_argument(flag, action="store_true", help=meta["help"])
+        else:
+            group.add_argument(
+                flag,
+                default=item.default,
+                type=_converter(kind, meta["minimum"], meta["maximum"]),
+                metavar=meta["metavar"],
+                choices=meta["choices"],
+                help=meta["help"] + _default_words(item.default, meta["help"]),
+            )
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser, options_type: type[OptionsT], argv: Sequence[str]) -> OptionsT:
+    """Parse the command line; what follows `--` is for `vllm serve`, unchanged."""
+    own, vllm_args = _split_at_dashes(argv)
+    return options_type(**vars(parser.parse_args(own)), vllm_args=vllm_args)
+
+
+def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], tuple(words[place + 1 :])
+
+
+def _scalar(hint: Any) -> type:
+    """Return `int` for `int | None`, and so on."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    return typing.cast("type", hint)
+
+
+def _converter(kind: type, minimum: float | None, maximum: float | None) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {'whole number' if kind is int else 'number'}") from None
+        # not (a <= b), so that nan is refused too
+        if minimum is not None and not value >= minimum:
+            raise argparse.ArgumentTypeError(f"{text} is too small: {minimum:g} is the least")
+        if maximum is not None and not value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text} is too large: {maximum:g} is the most")
+        return value
+
+    return convert
+
+
+def _default_words(default: Any, help_text: str) -> str:
+    return "" if default in (None, "") or "default:" in help_text else f" (default: {default})"
+
+
+# ---- publish ---------------------------------------------------------------------------------------------------------
+# The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
+
+
+CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
+CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any."""
+
+    folder: Path
+    repo_id: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.folder)
+
+
+def choose_output(name: str, work_dir: str | None) -> Output:
+    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
+    path = Path(name).expanduser()
+    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+        return Output(Path(work_dir) if work_dir else cache / name.replace("/", "--"), repo_id=name)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
+    if work_dir:
+        raise UsageError(f"--work-dir is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
+    return Output(path)
+
+
+def check_output_is_apart(output: Output, input_name: str) -> None:
+    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
+    if output.repo_id and output.repo_id == input_name:
+        raise UsageError(f"input and output are both {input_name!r}; name another output")
+    source = Path(input_name).expanduser()
+    if not source.exists():
+        return
+    here, there = output.folder.resolve(), source.resolve()
+    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
+        raise UsageError(
+            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
+        )
+
+
+def check_token(output: Output) -> None:
+    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
+    if output.repo_id is None:
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        user = HfApi().whoami()
+    except network_errors() as error:
+        raise UsageError(
+            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
+            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+        ) from error
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+
+
+def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return
+    except network_errors() as error:
+        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
+    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
+    if blocks:
+        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
+            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
+        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
+
+
+def card_text(
+    earlier: str,
+    *,
+    input_name: str,
+    plan: BlockPlan,
+    statuses: Mapping[str, int],
+    facts: Mapping[str, Any],
+    command: str,
+    written: str = "",
+) -> str:
+    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
+
+    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
+    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    data: dict[str, Any] = {}
+    people_wrote = earlier
+    if earlier.startswith("---"):
+        card = DatasetCard(earlier, ignore_metadata_errors=True)
+        data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
+    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    if written:
+        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
+    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
+    data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
+    body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
+    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in `default`."""
+    others = [dict(config) for config in configs if config.get("config_name") != "default"]
+    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
+    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
+    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
+    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
+    return [default, *others]
+
+
+def _with_section(text: str, section: str) -> str:
+    """Put our section where it was, or at the end."""
+    before, begin, rest = text.partition(CARD_BEGIN)
+    after = rest.partition(CARD_END)[2] if begin else ""
+    return f"{before.strip()}\n\n{section}\n\n{after.strip()}".strip()
+
+
+def _section(
+    input_name: str, plan: BlockPlan, statuses: Mapping[str, int], facts: Mapping[str, Any], command: str
+) -> str:
+    done = sum(statuses.values())
+    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
+    state = (
+        ""
+        if done == plan.num_rows
+        else f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    )
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
+    return (
+        f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
+        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
+    )
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_card(output: Output, **contents: Any) -> None:
+    """Write the card beside the blocks; an existing card's own text is kept."""
+    path = output.folder / "README.md"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    folder = BlockFolder(output.folder, contents["plan"].split)
+    newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
+    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
+
+
+def publish_card(output: Output, **contents: Any) -> None:
+    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    api = HfApi()
+    try:
+        try:
+            path = hf_hub_download(output.repo_id, "README.md", repo_type="dataset")
+            earlier = Path(path).read_text(encoding="utf-8")
+        except EntryNotFoundError:
+            earlier = ""
+        text = card_text(earlier, **contents)
+        if text != earlier:
+            api.upload_file(
+                path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=output.repo_id, repo_type="dataset"
+            )
+    except network_errors() as error:
+        raise PublishError(
+            f"the blocks are in {output.repo_id}, but its card could not be written: {error}. "
+            "The same command with --finish writes it"
+        ) from error
+
+
+def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
+    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=output.repo_id,
+            repo_type="dataset",
+            folder_path=output.folder,
+            allow_patterns=["README.md", f"data/{split}-*.parquet"],
+            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
+            commit_message=f"Text of split {split}",
+        )
+    except network_errors() as error:
+        raise PublishError(
+            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
+            "the same command publishes them without asking about a page again"
+        ) from error
+    return f"{api.endpoint}/datasets/{output.repo_id}"
+
+
+# ---- job -------------------------------------------------------------------------------------------------------------
+# A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run goes about its blocks: which are its own, and what becomes of them.
+
+    `streams`: blocks of a Hub output go there as they close, and are committed every `commit_every_s` seconds.
+    """
+
+    shard: Shard = WHOLE
+    streams: bool = False
+    commit_every_s: float = 600.0
+    results_only: bool = False
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What preflight found: the input, how it is cut into blocks, and where these lie."""
+
+    source: Source
+    plan: BlockPlan
+    blocks: Blocks
+
+
+@dataclass
+class Run:
+    """One run of a script: what is known of it so far, for its last words."""
+
+    script: str
+    options: CommonOptions
+    argv: Sequence[str]
+    profile: ModelProfile
+    question: Question
+    output: Output
+    way: Way = field(default_factory=Way)
+    engine: str | None = None
+    opened: Opened | None = None
+    tally: Tally | None = None
+    statuses: Counter[str] = field(default_factory=Counter)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def at(self) -> Opened:
+        """What preflight opened."""
+        assert self.opened is not None, "preflight comes first"
+        return self.opened
+
+    def todo(self) -> list[int]:
+        """Return the numbers of the blocks to write: this run's that are missing; where asked, those with failures."""
+        closed = self.at.blocks.closed()
+        ours = [number for number in range(len(self.at.plan)) if self.way.shard.holds(number)]
+        return [
+            number for number in ours if number not in closed or (self.way.retry_failed and self._has_failures(number))
+        ]
+
+    def _has_failures(self, number: int) -> bool:
+        return bool(count_statuses(self.at.blocks, [number], self.options.output_column).keys() - SOUND)
+
+    def is_complete(self) -> bool:
+        """Whether every block is there, those of other shards too."""
+        return len(self.at.blocks.closed()) >= len(self.at.plan)
+
+    def command(self) -> str:
+        """Return the command line, as people type it."""
+        return shlex.join(["uv", "run", self.script, *self.argv])
+
+
+def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = "text") -> Run:
+    """Check the options against each other and the model; nothing is opened yet."""
+    if options.private and options.public:
+        raise UsageError("--private and --public exclude each other; give one of them")
+    if options.overwrite and options.resume:
+        raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    _refuse_secrets(options)
+    match = find_profile(options.model)
+    profile = match.profile
+    if match.how != "catalogue":
+        say(f"{options.model}: {match}")
+    sampling = profile.sampling
+    question = Question(
+        words=prompt_words(profile, mode),
+        temperature=sampling.temperature if options.temperature is None else options.temperature,
+        top_p=sampling.top_p if options.top_p is None else options.top_p,
+        max_tokens=options.max_tokens or sampling.max_tokens,
+        seed=options.seed,
+        chat_template_kwargs=dict(profile.chat_template_kwargs),
+    )
+    output = choose_output(options.output, options.work_dir)
+    check_output_is_apart(output, options.input)
+    return Run(script, options, argv, profile, question, output)
+
+
+def _refuse_secrets(options: CommonOptions) -> None:
+    """Keys in the command line would end up in process lists, logs and the card."""
+    for word in options.vllm_args:
+        if word.split("=")[0] in {"--api-key", "--hf-token"}:
+            raise UsageError(
+                f"{word.split('=')[0]} does not belong on a command line: set HF_TOKEN in the environment; "
+                "a server that we start is given a key of its own there"
+            )
+
+
+def preflight(run: Run) -> None:
+    """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
+    options = run.options
+    source = open_source(
+        options.input,
+        config=options.config,
+        split=options.split,
+        revision=options.revision,
+        image_column=options.image_column,
+        max_samples=options.max_samples,
+        shuffle=options.shuffle,
+        seed=options.seed,
+    )
+    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    check_columns(source.rows.schema, options.output_column)
+    check_token(run.output)
+    run.opened = Opened(source, plan, _blocks_of(run, source))
+    settings = run_settings(run)
+    if not options.overwrite:
+        if run.at.blocks.closed():
+            check_settings_are_ours(str(run.output), run.at.blocks.stored_settings(), settings)
+        check_published(run.output, plan.split, settings)
+    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+
+
+def _blocks_of(run: Run, source: Source) -> Blocks:
+    if run.output.repo_id and run.way.streams:
+        return HubBlocks(
+            run.output.repo_id,
+            source.split,
+            run.output.folder,
+            private=is_private(run, source),
+            shard=run.way.shard,
+            commit_every_s=run.way.commit_every_s,
+        )
+    return BlockFolder(run.output.folder, source.split, run.way.shard)
+
+
+def is_private(run: Run, source: Source) -> bool:
+    """Whether a new Hub dataset is to be private: as the input, unless the user says otherwise."""
+    return run.options.private or (source.is_private and not run.options.public)
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """Return all that decides what the blocks hold: a resumed run must have the same."""
+    options, question, source, plan = run.options, run.question, run.at.source, run.at.plan
+    return {
+        "input": source.fingerprint,
+        "config": options.config,
+        "split": plan.split,
+        "image_column": source.image_column,
+        "rows": plan.num_rows,
+        "shuffle_seed": options.seed if options.shuffle else None,
+        "block_rows": options.block_rows,
+        "output_column": options.output_column,
+        "model": options.model,
+        "model_revision": options.model_revision,
+        "prompt": question.words,
+        "temperature": question.temperature,
+        "top_p": question.top_p,
+        "max_tokens": question.max_tokens,
+        "seed": question.seed,
+        "longest_edge_px": run.profile.longest_edge_px,
+        "results_only": run.way.results_only,
+    }
+
+
+def run_info(run: Run) -> dict[str, Any]:
+    """Return this run's entry in `inference_info`."""
+    options, question = run.options, run.question
+    return {
+        "column": options.output_column,
+        "model": options.model,
+        "model_revision": options.model_revision,
+        "engine": run.engine,
+        "script": run.script,
+        "prompt": question.words,
+        "temperature": question.temperature,
+        "top_p": question.top_p,
+        "max_tokens": question.max_tokens,
+        "seed": question.seed,
+        "longest_edge_px": run.profile.longest_edge_px,
+        "flavor": os.environ.get("ACCELERATOR"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def hosted_command(run: Run, image: str, otherwise: str) -> str:
+    """Return how to run the same job on a hosted GPU, and `otherwise` what else could be done."""
+    words = ["hf", "jobs", "uv", "run", "--image", image, "--flavor", "l4x1", "-s", "HF_TOKEN", "--timeout", "4h"]
+    return (
+        f"On a hosted GPU:\n\n    {shlex.join([*words, 'SCRIPT_URL', *run.argv])}\n\n"
+        f"(SCRIPT_URL: the address of {run.script}, or its path here; input and output must be Hub datasets there.)\n"
+        f"{otherwise}"
+    )
+
+
+def engine_args(run: Run) -> tuple[str, ...]:
+    """Return the engine's arguments, as `vllm serve` takes them: the profile's, then the user's; the last one wins."""
+    options = run.options
+    named = {
+        "--revision": options.model_revision,
+        "--max-model-len": options.max_model_len,
+        "--gpu-memory-utilization": options.gpu_memory_utilization,
+    }
+    words = [word for flag, value in named.items() if value is not None for word in (flag, str(value))]
+    return (*run.profile.serve_args, *words, *options.vllm_args)
+
+
+def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
+    """Return what has to be done, and start counting."""
+    at = run.at
+    ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
+    missing = set(todo) - at.blocks.closed()
+    rows = sum(len(at.plan.positions(number)) for number in ours)
+    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing)
+    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
+    if rows_before:
+        say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(ours)} blocks are to be written")
+    return Job(
+        source=at.source,
+        plan=at.plan,
+        blocks=at.blocks,
+        todo=todo,
+        limits=PageLimits(run.profile.longest_edge_px),
+        output_column=run.options.output_column,
+        settings=run_settings(run),
+        info=run_info(run),
+        results_only=run.way.results_only,
+    )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
+#
+# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
+# back does not count as used.
+
+
+RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
+MOST_RESERVED = 2 * 1024**3
+NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The limit that comes first, in bytes, and what is left below it."""
+
+    limit: int
+    available: int
+
+    @property
+    def for_pages(self) -> int:
+        """The bytes that pages may still take; negative where the reserve is touched already."""
+        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
+
+
+def read_memory(root: Path = Path("/")) -> HostMemory | None:
+    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
+    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
+    known = [memory for memory in found if memory]
+    return min(known, key=lambda memory: memory.for_pages) if known else None
+
+
+def own_rss(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process holds."""
+    statm = _text(root / "proc/self/statm").split()
+    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
+
+
+def _meminfo(root: Path) -> HostMemory | None:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    total = kib.get("MemTotal")
+    available = kib.get("MemAvailable", kib.get("MemFree"))
+    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and not (mount / "cgroup.controllers").exists():
+        mount = root / "sys/fs/cgroup/unified"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, where = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(","):
+            inner = PurePosixPath(where.lstrip("/"))
+            # in a container the path may be the host's, and only the mount's top is there
+            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
+    return [mount] if mount.is_dir() else []
+
+
+def _group_v2(group: Path) -> HostMemory | None:
+    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _groups_v1(root: Path) -> list[HostMemory | None]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return [_group_memory(group, *names) for group in _groups(root, "memory")]
+
+
+def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= NO_LIMIT:
+        return None
+    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    cache = stat.get(cache_name, "0")
+    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
+    return HostMemory(limit, limit - used)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class PageMeasure:
+    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
+
+    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
+    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
+    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
+    """
+
+    def __init__(self, least: int = 256 * 1024) -> None:
+        self._least = least
+        self._records: list[tuple[int, int]] = []
+
+    def note(self, in_flight: int, rss: int | None) -> None:
+        """Take a look."""
+        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
+            self._records.append((in_flight, rss))
+
+    def bytes_a_page(self) -> float | None:
+        """Return the bytes a page in flight takes; None before enough was seen to say that."""
+        records = self._records[:: max(1, len(self._records) // 24)]
+        if len(records) < 4:
+            return None
+        pairs = itertools.combinations(records, 2)
+        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
+        return max(float(self._least), statistics.median(slopes))
+
+
+# ---- machine ---------------------------------------------------------------------------------------------------------
+# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#
+# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
+# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
+# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
+
+
+CORES_AN_API_SERVER = 3
+MEMORY_AN_API_SERVER = 7 * 1024**3
+MOST_API_SERVERS = 4
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as `nvidia-smi` names it; memory in MiB."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
+
+    gpus: tuple[Gpu, ...]
+    cores: float
+    memory_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
+        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
+        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A flag that the machine suggests, and why."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+def look_around(root: Path = Path("/")) -> Machine:
+    """Return what this machine has."""
+    memory = read_memory(root)
+    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return read_gpus(done.stdout)
+
+
+def read_gpus(listing: str) -> tuple[Gpu, ...]:
+    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
+        if memory.isdecimal():
+            gpus.append(Gpu(name, int(memory), driver))
+    return tuple(gpus)
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    group = root / "sys/fs/cgroup"
+    v2 = _numbers(group / "cpu.max")
+    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
+    for quota in (v2, v1):
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            return min(float(bound), round(quota[0] / quota[1], 2))
+    return float(bound)
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
+    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
+    choices: list[Choice] = []
+    servers = _api_servers(machine)
+    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
+        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
+        choices.append(Choice(("--api-server-count", str(servers)), why))
+    return choices
+
+
+def _api_servers(machine: Machine) -> int:
+    if not machine.gpus:
+        return 1
+    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
+    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
+
+
+def _is_given(flag: str, words: Sequence[str]) -> bool:
+    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
+    return any(word.split("=", 1)[0] in spelled for word in words)
+
+
+def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
+    """Say in one line what there is, and what we chose because of it."""
+    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
+    return f"machine: {machine} → {chosen or 'no flag of ours'}"
+
+
+# ---- canary ----------------------------------------------------------------------------------------------------------
+# The canary: a page of known text that an engine must read before it is trusted with the first real one.
+#
+# An engine with the wrong version, image or weights answers quickly, keeps the GPU busy and writes nonsense. No gauge
+# shows that; only a page whose text is known does.
+
+
+CANARY_LINES = (
+    "Harbour Office, 14 March 1897",
+    "Received of the ship Aurora forty sacks",
+    "of grain and nine barrels of salted fish,",
+    "all in good order and well counted.",
+    "The balance of 362 crowns is to be paid",
+    "before the end of the month.",
+)
+CANARY_SIZE_PX = (980, 560)
+CANARY_FONT_PX = 36
+MOST_ERRORS = 0.25  # characters wrong; a working engine has under 0.02, a degenerate one over 0.8
+LONGEST_ANSWER = 3  # times the text: what is longer was made up
+CANARY_ROWS = (-1, -2)  # the rows whose seeds the two tries are asked with: no page has them
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A page and the text that stands on it."""
+
+    page: Page
+    text: str
+
+    @property
+    def max_tokens(self) -> int:
+        """How long an answer may be: no tokenizer needs more than one a character."""
+        return max(64, LONGEST_ANSWER * len(self.text))
+
+
+def make_canary(page_file: str | None, text_file: str | None, limits: PageLimits) -> Canary:
+    """Draw the canary page, or take the picture and the text of the user's own."""
+    if (page_file is None) != (text_file is None):
+        raise UsageError("--canary-page and --canary-text go together: a picture, and a file with the text on it")
+    if page_file is None or text_file is None:
+        return Canary(Page(draw_canary(), None), "\n".join(CANARY_LINES))
+    try:
+        cell, text = Path(page_file).read_bytes(), Path(text_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the canary page can't be read: {error}; check --canary-page and --canary-text") from error
+    page = make_page(cell, limits)
+    if isinstance(page, Refusal):
+        raise UsageError(f"--canary-page {page_file}: {page.reason}")
+    if not plain(text):
+        raise UsageError(f"--canary-text {text_file} holds no letters")
+    return Canary(page, text)
+
+
+def draw_canary() -> Image.Image:
+    """Draw `CANARY_LINES` as a scanned letter has them: dark on light, in the font that Pillow brings."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    page = Image.new("L", CANARY_SIZE_PX, 250)
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(CANARY_FONT_PX)
+    for number, line in enumerate(CANARY_LINES):
+        draw.text((64, 56 + number * 76), line, font=font, fill=20)
+    return page
+
+
+def what_is_wrong(canary: Canary, result: PageResult) -> str | None:
+    """Return why the answer to the canary page shows that the engine can't be trusted; None where it is readable."""
+    answer = result.text or ""
+    seen = f"{answer[:120]!r}{'…' if len(answer) > 120 else ''}"
+    if result.status == "error" and result.text is None:
+        return result.error or "no answer"
+    if re.search(r"</?think(ing)?>", answer):
+        return f"it thinks aloud, which must be off: {seen}"
+    if result.status == "repetition" or ends_in_a_loop(answer):
+        return f"it repeats itself: {seen}"
+    if not plain(answer):
+        return f"it read no letter: {seen}"
+    rate = error_rate(canary.text, answer)
+    if result.status == "truncated" or len(plain(answer)) > LONGEST_ANSWER * len(plain(canary.text)):
+        return f"it does not stop ({result.tokens} tokens for {len(canary.text)} characters): {seen}"
+    if rate > MOST_ERRORS:
+        return f"{rate:.0%} of the characters are wrong ({MOST_ERRORS:.0%} is the most): {seen}"
+    return None
+
+
+def plain(text: str) -> str:
+    """Return the letters and digits of a text, in one case: markup, spaces and line ends are matters of taste."""
+    return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
+
+
+def error_rate(truth: str, answer: str) -> float:
+    """Return the edits from the answer to the truth, a character of the truth, by letters and digits alone."""
+    wanted, got = plain(truth), plain(answer)[: 4 * len(plain(truth)) + 64]
+    row = list(range(len(got) + 1))
+    for number, letter in enumerate(wanted, 1):
+        diagonal, row[0] = row[0], number
+        for place, other in enumerate(got, 1):
+            diagonal, row[place] = row[place], min(row[place] + 1, row[place - 1] + 1, diagonal + (letter != other))
+    return row[-1] / max(1, len(wanted))
+
+
+def ends_in_a_loop(text: str) -> bool:
+    """Whether a text ends in one piece over and over: six times or more, and more than 40 characters in all."""
+    found = re.search(r"(.{1,80}?)\1{5,}\s*\Z", text[-2000:], re.DOTALL)
+    return found is not None and len(found[0]) > 40
+
+
+# ---- budget ----------------------------------------------------------------------------------------------------------
+# Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of refusals.
+
+
+# The chat template, the marks around the image and the trained word: measured 19 on a LightOnOCR-2 page.
+TEMPLATE_TOKENS = 64
+
+
+def image_tokens(width: int, height: int, pixels_per_token_side: int) -> int:
+    """Return what a picture costs: a token for each started square; these models put none between the rows."""
+    return -(-width // pixels_per_token_side) * -(-height // pixels_per_token_side)
+
+
+def check_budget(profile: ModelProfile, question: Question, max_model_len: int | None) -> None:
+    """Raise `UsageError`, with the sum, where a square page at the longest edge and its text would not fit.
+
+    `max_model_len` is what the engine says it has; None, where it does not say, passes.
+    """
+    if max_model_len is None:
+        return
+    edge, side = profile.longest_edge_px, profile.pixels_per_token_side
+    page = image_tokens(edge, edge, side)
+    answer = question.max_tokens or 1
+    needed = page + TEMPLATE_TOKENS + answer
+    if needed <= max_model_len:
+        return
+    text = f"{question.max_tokens} of text (--max-tokens)" if question.max_tokens else "at least 1 of text"
+    most = max_model_len - page - TEMPLATE_TOKENS
+    lower = f"at most --max-tokens {most}, or " if question.max_tokens and most > 0 else ""
+    raise UsageError(
+        f"the largest page does not fit the engine's context: {edge}x{edge} px are {page} tokens "
+        f"(one a {side}x{side} px), + {TEMPLATE_TOKENS} of the prompt + {text} = {needed}, "
+        f"and --max-model-len is {max_model_len}; give {lower}--max-model-len {needed} or more"
+    )
+
+
+# ---- trust -----------------------------------------------------------------------------------------------------------
+# What an engine must pass before its first page: the version gate, the budget, and the canary.
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What is required of an engine. `canary` None: no page is asked about; `patience_s`: how long an answer may take.
+
+    `allow_bad_engine`: versions known to be bad are taken all the same.
+    """
+
+    profile: ModelProfile
+    question: Question
+    canary: Canary | None
+    allow_bad_engine: bool = False
+    patience_s: float = 600.0
+
+
+def required(profile: ModelProfile, question: Question, options: CommonOptions, patience_s: float = 600.0) -> Trust:
+    """Say what the options require of an engine; raise `UsageError` where the canary page they name is none."""
+    canary = make_canary(options.canary_page, options.canary_text, PageLimits(profile.longest_edge_px))
+    return Trust(profile, question, None if options.no_canary else canary, options.allow_bad_engine, patience_s)
+
+
+def check_version(trust: Trust, vllm: str, transformers: str | None = None, *, serves: bool = False) -> None:
+    """Raise `EngineError` where the catalogue warns of this vLLM, or of this pair of it and transformers.
+
+    `serves`: it serves the model already, so that it can't be a pair with which the model does not start.
+    """
+    bad = known_bad_engine(trust.profile, vllm, transformers)
+    if bad is None or trust.allow_bad_engine or (bad.transformers and (serves or transformers is None)):
+        return
+    pair = f"vLLM {vllm}" + (f" with transformers {transformers}" if bad.transformers else "")
+    raise EngineError(
+        f"{pair} is known to be bad for {trust.profile.model_id}: {bad.reason}. "
+        f"Use another version, such as the image {trust.profile.image}, or insist with --allow-bad-engine"
+    )
+
+
+def installed_versions(program: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the versions of vLLM and transformers behind a `vllm` command, asked of its own Python; None if unknown.
+
+    It takes a blink, where `vllm --version` takes the seconds of its imports.
+    """
+    found = shutil.which(program)
+    try:
+        with Path(found or "").open("rb") as script:
+            first = script.readline(500).decode(errors="replace")
+        if not first.startswith("#!") or "python" not in first:
+            return None
+        ask = "from importlib.metadata import version as v; print(v('vllm'), v('transformers'))"
+        command = [*first[2:].split(), "-c", ask]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True)
+        vllm, transformers = done.stdout.split()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return vllm, transformers
+
+
+def check_context(trust: Trust, max_model_len: object) -> None:
+    """Raise `UsageError` where the largest page does not fit what the engine says its context is."""
+    check_budget(trust.profile, trust.question, max_model_len if isinstance(max_model_len, int) else None)
+
+
+def check_canary(trust: Trust, ask: Callable[[Canary, int], PageResult], engine: str) -> float:
+    """Have the canary page read, twice where the first answer is not readable; return the seconds an answer took.
+
+    `ask` gets the canary and the row for its seed. Raises `EngineError` where the engine can't be trusted.
+    """
+    if trust.canary is None:
+        return 0.0
+    wrong: str | None = "it was not asked"
+    for row in CANARY_ROWS:
+        started = time.monotonic()
+        wrong = what_is_wrong(trust.canary, ask(trust.canary, row))
+        if wrong is None:
+            return time.monotonic() - started
+    raise EngineError(
+        f"{engine} can't be trusted with {trust.profile.model_id}: a page of known text (the canary) came back "
+        f"unreadable: {wrong}. Most likely its version does not fit the model: use the image {trust.profile.image}. "
+        "Another test page: --canary-page and --canary-text; none: --no-canary"
+    )
+
+
+# ---- web -------------------------------------------------------------------------------------------------------------
+# Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
+
+
+def base_url(url: str) -> str:
+    """Return `scheme://host:port/path` without a trailing `/v1`."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise UsageError(f"--server {url!r} is no URL; give one like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise UsageError(
+            "--server holds a user name or password; give the key in the variable that --api-key-env names"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def is_local(url: str) -> bool:
+    """Whether the URL names this machine's loopback."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def fetch(url: str, key: str, body: bytes | None = None, timeout_s: float = 5.0) -> tuple[int, bytes]:
+    """GET an address, or POST a JSON body to it; return (status, body). Raises `OSError` where nothing answers."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310 - http(s) only
+    # a proxy named in the environment is not for loopback
+    proxies = urllib.request.ProxyHandler({} if is_local(url) else None)
+    opener = urllib.request.build_opener(_NoRedirect, proxies)
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return int(response.status), response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the key is for this server alone."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse."""
+        return
+
+
+# ---- ask_canary ------------------------------------------------------------------------------------------------------
+# Asks a server about the canary page, before there is an event loop.
+
+
+CANARY_PAUSE_S = 1.0
+
+
+def ask_server_about(
+    endpoint: Endpoint, trust: Trust, canary: Canary, row: int, check_alive: Callable[[], None]
+) -> PageResult:
+    """Ask a server about the canary page, again and again while it says that it is not ready.
+
+    `check_alive` raises where there is no sense in asking on.
+    """
+    question = replace(trust.question, max_tokens=canary.max_tokens)
+    body = request_body(canary.page, row, question, endpoint.model).whole()
+    give_up_at = time.monotonic() + trust.patience_s
+    while True:
+        check_alive()
+        left_s = max(0.1, give_up_at - time.monotonic())
+        try:
+            status, answer = fetch(f"{endpoint.base_url}/chat/completions", endpoint.api_key, body, left_s)
+        except (OSError, ValueError) as error:
+            status, answer = 0, str(getattr(error, "reason", error)).encode()
+        if status == 200:
+            return _read_answer(answer)
+        words = f"HTTP {status}: " * bool(status) + answer.decode(errors="replace")[:300]
+        if status not in {0, 408, 409, 425, 429} and status < 500:
+            raise EngineError(f"the server refuses the canary page: {words}; check --server and --model")
+        if time.monotonic() + CANARY_PAUSE_S > give_up_at:
+            check_alive()
+            raise EngineError(f"the server did not answer the canary page in {trust.patience_s:.0f} s: {words}")
+        time.sleep(CANARY_PAUSE_S)
+
+
+def _read_answer(body: bytes) -> PageResult:
+    try:
+        completion = json.loads(body)
+        choice = completion["choices"][0]
+        usage = completion.get("usage") or {}
+        return result_of_answer(
+            choice["message"]["content"],
+            choice.get("finish_reason"),
+            tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            attempts=1,
+            latency_s=0.0,
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"no chat completion came back from the server, but {body[:200]!r}; check --server"
+        ) from error
+
+
+# ---- startup ---------------------------------------------------------------------------------------------------------
+# What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has failed.
+#
+# A start takes minutes in which nobody answers; only the log tells a download from a hang. A start that failed leaves a
+# traceback of hundreds of lines, of which one tells what to do.
+
+
+# A phase of the start → what stands in the log when it begins or goes on.
+PHASES = {
+    "download": r"Fetching \d+ files|Downloading|\.safetensors: +\d+%|Time spent downloading weights",
+    "weights": r"Starting to load model|Loading (safetensors|pt) checkpoint shards|Loading weights took",
+    "compile": r"torch\.compile|Dynamo bytecode transform|Compiling a graph|autotun|JIT compil|ninja: ",
+    "graphs": r"Capturing CUDA graph|Graph capturing",
+    "ready": r"Application startup complete|Uvicorn running on",
+}
+# What a server writes over and over while nothing moves, and what our own questions make it write.
+NO_PROGRESS = re.compile(
+    r"Waiting for \d+ local|No available shared memory broadcast block|\"GET /(v1/models|health|metrics|version)"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a start failed: `pattern` is how the log says it, `what` how people do, `remedy` the next step."""
+
+    name: str
+    pattern: str
+    what: str
+    remedy: str
+
+
+# In order: what stands further up explains what stands further down, where a log has both.
+CAUSES = (
+    Cause(
+        "bad pair",
+        r"cannot import name 'PixtralRotaryEmbedding'|PixtralRotaryEmbedding",
+        "this vLLM and this transformers don't fit together: the Pixtral models can't be imported",
+        "use the image {image}, or install transformers 5.16.1",
+    ),
+    Cause(
+        "bad pair",
+        r"cannot import name '\w+' from '(transformers|huggingface_hub|tokenizers)[.']"
+        r"|ImportError: .*(transformers|huggingface[-_]hub|tokenizers)[><=!]=",
+        "this vLLM and the installed transformers (or what it needs) don't fit together",
+        "use the image {image}, whose versions were made for each other",
+    ),
+    Cause(
+        "bad pair",
+        r"undefined symbol|_C\.abi3\.so|ImportError: lib\w+\.so[.\d]*: cannot open shared object file",
+        "this vLLM and this torch or CUDA don't fit together",
+        "use the image {image}, or install vLLM anew in an environment of its own",
+    ),
+    Cause(
+        "driver",
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient"
+        r"|forward compatibility was attempted|unsupported display driver / cuda driver combination",
+        "the NVIDIA driver of this machine is too old for this build of vLLM (CUDA 12.6 is the least)",
+        "update the driver, or use a machine with a newer one (`nvidia-smi` shows both versions)",
+    ),
+    Cause(
+        "no GPU",
+        r"Found no NVIDIA driver|No CUDA GPUs are available|Failed to infer device type|no CUDA-capable device"
+        r"|libcuda\.so\.1: cannot open",
+        "vLLM finds no GPU on this machine",
+        "use a machine that has one (`nvidia-smi` must list it), or --server URL",
+    ),
+    Cause(
+        "nvcc",
+        r"Could not find nvcc|nvcc: not found|No such file or directory: 'nvcc'|nvcc fatal|Ninja build failed"
+        r"|ninja: build stopped|No such file or directory: 'ninja'|FlashInfer requires",
+        "FlashInfer compiles its kernels at the start, for which this machine lacks a fitting nvcc",
+        "set VLLM_USE_FLASHINFER_SAMPLER=0 (we do where it is not set), or use the image {image}",
+    ),
+    Cause(
+        "memory taken",
+        r"Free memory on device .*is less than desired GPU memory utilization",
+        "another process holds memory of the GPU",
+        "end it (`nvidia-smi` lists it), or give a lower --gpu-memory-utilization",
+    ),
+    Cause(
+        "KV cache",
+        r"KV cache is needed, which is larger than|No available memory for the cache blocks"
+        r"|larger than the maximum number of tokens that can be stored in KV cache",
+        "the memory that is left on the GPU does not hold one page of --max-model-len",
+        "give a smaller --max-model-len, a higher --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "CUDA memory",
+        r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        "the GPU's memory is full",
+        "give -- --max-num-seqs 64, a lower --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "architecture",
+        r"are not supported for now|does not recognize this architecture|failed to be inspected"
+        r"|has no vLLM implementation|Unrecognized (model|configuration class)",
+        "this vLLM does not know the model's architecture: it is too old for it",
+        "use the image {image}",
+    ),
+    Cause(
+        "gated",
+        r"gated repo|GatedRepoError|401 Client Error|403 Client Error|403 Forbidden",
+        "the Hub refuses the model's weights to us: they are gated or private",
+        "ask for access on the model's page, and set HF_TOKEN (`-s HF_TOKEN` on a hosted GPU)",
+    ),
+    Cause(
+        "disk",
+        r"No space left on device|os error 28|Disk quota exceeded|Not enough free disk space",
+        "the disk is full",
+        "free some space, or point HF_HOME to a larger disk",
+    ),
+    Cause(
+        "weights",
+        r"is not a valid model identifier|RepositoryNotFoundError|404 Client Error|RevisionNotFoundError"
+        r"|Cannot find any model weights|LocalEntryNotFoundError|EntryNotFoundError|is not a local folder"
+        r"|Can't load the configuration of|does not appear to have a file named config\.json|Invalid repository ID",
+        "the model or its weights can't be found",
+        "check --model and --model-revision, and that the Hub can be reached (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN)",
+    ),
+    Cause(
+        "port",
+        r"[Aa]ddress already in use|\[Errno 98\]|EADDRINUSE",
+        "the port is taken",
+        "leave --port out, then a free one is taken; or use what runs there with --server",
+    ),
+    Cause(
+        "argument",
+        r"error: (unrecognized arguments|argument |ambiguous option|the following arguments are required)"
+        r"|invalid choice: |unexpected keyword argument|greater than the derived max_model_len",
+        "vLLM refuses one of its arguments",
+        "see what stands after -- (and --max-model-len) and `vllm serve --help=all`",
+    ),
+    Cause(
+        "shared memory",
+        r"Bus error|out of shared memory|insufficient shared memory",
+        "/dev/shm is too small",  # noqa: S108 - a message
+        "give the container more (`docker run --ipc=host`, or --shm-size 8g)",
+    ),
+    Cause(
+        "host memory",
+        r"MemoryError|Cannot allocate memory|std::bad_alloc|oom-kill|Killed$",
+        "the machine's own memory is full",
+        "use a machine with more of it",
+    ),
+)
+
+
+def phase_of(line: str) -> str | None:
+    """Return the phase of the start that this line of the log tells of."""
+    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, line)), None)
+
+
+def is_progress(line: str) -> bool:
+    """Whether the line shows that something moves."""
+    return bool(line.strip()) and not NO_PROGRESS.search(line)
+
+
+def find_cause(log: str) -> Cause | None:
+    """Return the reason that a log gives for a start that failed; None where none of the known ones is in it."""
+    return next((cause for cause in CAUSES if re.search(cause.pattern, log, re.MULTILINE)), None)
+
+
+def explanation(log: str, image: str, *, killed: bool = False) -> str:
+    """Say why a start failed and what to do, as the log and the image to use tell; empty where nothing is known.
+
+    `killed`: it ended by SIGKILL, which the kernel sends where memory has run out.
+    """
+    cause = find_cause(log)
+    if cause:
+        line = next(line for line in log.splitlines() if re.search(cause.pattern, line))
+        remedy = cause.remedy.format(image=image or "that the model's page names")
+        return f"{cause.what} ({_without_head(line)}): {remedy}"
+    return "it was killed, most likely as the machine's memory is full: use one with more of it" if killed else ""
+
+
+def _without_head(line: str) -> str:
+    """Return the message of a log line, without process, time and place, at most 300 characters of it."""
+    return re.sub(r"^(\([^)]*pid=\d+\) )*((INFO|WARNING|ERROR) [-\d]+ [:\d]+ (\[[^\]]+\])? ?)?", "", line).strip()[:300]
+
+
+# ---- spawn -----------------------------------------------------------------------------------------------------------
+# A server process of ours: in a process group of its own, its log in a file, and never alive after us.
+#
+# Beside the server, in its group and started before it, waits a shell that reads from a pipe which only we hold. When
+# we die in whatever way, SIGKILL included, the pipe ends and the shell ends the group: the server and all it started.
+
+
+LOG_LINES_SHOWN = 20
+LOG_BYTES_READ = 512 * 1024
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pages of memory
+# Variables by which `uv run` points Python at our environment: the server has its own.
+OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
+GUARD = (
+    "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
+    "kill -TERM 0; sleep 8; kill -KILL 0"
+)
+
+
+class Spawned:
+    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
+        self.log = log
+        self.ready = False
+        self._image = image
+        self._shared: set[Path] = set()
+        say(f"starting {shlex.join(command)}\n  its log: {log}")
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+        self.group = self._guard.pid
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=self.group,
+                )
+        except OSError as error:
+            self._end_guard()
+            raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
+
+    def how_it_ended(self) -> str | None:
+        """Say how and why the process has ended, with the end of its log; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = explanation(self.log_text(), self._image, killed=code == -signal.SIGKILL)
+        return f"the server ended by itself ({how}){': ' if why else ''}{why}. {self.log_words()}"
+
+    def log_text(self) -> str:
+        """Return the end of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_BYTES_READ))
+            return log.read().decode(errors="replace")
+
+    def log_words(self) -> str:
+        """Name the log and show its last lines."""
+        lines = self.log_text().splitlines()[-LOG_LINES_SHOWN:]
+        tail = "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
+        return f"The end of its log, {self.log}:\n{tail}"
+
+    def note_shared_memory(self) -> None:
+        """Remember what the group has in shared memory, to remove it should the group be killed."""
+        self._shared |= shared_files(group_members(self.group))
+
+    def end(self, patience_s: float = 10.0) -> None:
+        """End the process and all that it started: asked first, then killed; nothing of it stays in shared memory."""
+        self._send(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+            give_up_at = time.monotonic() + 3.0  # what tidies up after the server gets its time too
+            while time.monotonic() < give_up_at and set(group_members(self.group)) - {self.group}:
+                time.sleep(0.05)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._end_guard()
+
+    def kill(self) -> None:
+        """Kill the process group at once, without waiting."""
+        self.note_shared_memory()
+        self._send(signal.SIGKILL)
+        for file in self._shared:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def release(self) -> None:
+        """Let the server live on without us."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"release\n")
+        self._end_guard()
+        self._process.returncode = 0  # ours no more: Popen would warn of a child that still runs
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, number)
+
+    def _end_guard(self) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(1.0)
+            return
+        self._guard.kill()
+        self._guard.wait()
+
+
+class LogReader:
+    """Reads a log that grows, line by line; what a progress bar writes over counts as lines too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_lines(self) -> Iterator[str]:
+        """Give what was written since the last call."""
+        with self._path.open("rb") as log:
+            log.seek(self._read)
+            new = log.read(LOG_BYTES_READ)
+        self._read += len(new)
+        yield from new.decode(errors="replace").replace("\r", "\n").splitlines()
+
+
+def group_members(group: int) -> list[int]:
+    """Return the processes of a group that run; none where there is no /proc."""
+    members: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                members.append(int(entry.parent.name))
+    return members
+
+
+def shared_files(processes: Sequence[int]) -> set[Path]:
+    """Return the files in shared memory, of the user's own, that these processes have mapped."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+                name = line.partition("/")[2]
+                if name.startswith("dev/shm/") and not name.endswith(" (deleted)"):
+                    found.add(Path(f"/{name}"))
+    return {file for file in found if file.parent == SHARED_MEMORY and _is_ours(file)}
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return file.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def server_environment(key: str, program: str) -> dict[str, str]:
+    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key.
+
+    `program` is what will be started: where it does not lie among our own programs, those go from PATH, so that the
+    server finds its Python and not ours.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+    ours = Path(sys.prefix, "bin")
+    found = shutil.which(program)
+    if sys.prefix != sys.base_prefix and found and Path(found).parent != ours:
+        kept = [part for part in environment.get("PATH", "").split(os.pathsep) if Path(part) != ours]
+        environment["PATH"] = os.pathsep.join(kept)
+    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
+
+
+# ---- serve -----------------------------------------------------------------------------------------------------------
+# The server: one that runs already, or `vllm serve` spawned here and ended with us.
+#
+# A server that we spawn listens on loopback only, with a random key that it is given by environment. Ready means that
+# it lists the model, is none of the versions known to be bad, has the context for the largest page and has read the
+# canary.
+
+
+POLL_S = 0.5
+STOPPED = "the run was stopped while its server was starting"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which server is wanted: `url` that of a running one or None; `command` what to spawn instead of `vllm serve`."""
+
+    model: str
+    trust: Trust
+    url: str | None = None
+    command: str | None = None
+    port: int | None = None
+    api_key: str | None = None
+    vllm_args: Sequence[str] = ()
+    suggest: Callable[[], Sequence[str]] = (
+        tuple  # asked for more of them before `vllm serve` is spawned: they come first
+    )
+    startup_timeout_s: float = 900.0
+    keep: bool = False  # leave a server that we spawned running
+    hint: str = ""  # the command to show where no server can be had here
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers. `engine` is what it says it is; `keeper` starts it anew if it is ours."""
+
+    endpoint: Endpoint
+    engine: str
+    keeper: Keeper | None = None
+    canary_s: float = 0.0  # how long it took to answer the canary page
+
+
+class Keeper:
+    """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""
+
+    def __init__(self, wanted: Wanted, host: str, port: int) -> None:
+        self.spawned: Spawned | None = None
+        self._wanted = wanted
+        self._host, self._port = host, port
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._key = secrets.token_urlsafe(24)
+        self._command = server_command(wanted, host, port)
+        self._environment = server_environment(self._key, self._command[0])
+        self._folder = Path(tempfile.mkdtemp(prefix="lighton-ocr-"))
+        self._starts = 0
+        self._given_up = threading.Event()
+
+    def start(self) -> Server:
+        """Start the server and wait until it can be trusted; raise `EngineError` where it can't."""
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        self._starts += 1
+        log = self._folder / ("server.log" if self._starts == 1 else f"server-{self._starts}.log")
+        if self._wanted.command is None and (versions := installed_versions(self._command[0], self._environment)):
+            check_version(self._wanted.trust, *versions)
+        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image)
+        server = get_ready(self._wanted, self._url, self._key, self)
+        self.spawned.ready = True
+        self.spawned.note_shared_memory()
+        return server
+
+    def check_alive(self) -> None:
+        """Raise `EngineError` where the process has ended, or the run wants no server any more."""
+        assert self.spawned is not None
+        ended = self.spawned.how_it_ended()
+        if self._given_up.is_set():
+            raise EngineError(STOPPED)
+        if ended:
+            raise EngineError(ended)
+
+    def end(self) -> None:
+        """End the server and all that it started."""
+        if self.spawned:
+            self.spawned.end()
+
+    def restart(self, pause_s: float) -> Server:
+        """End what is left of a server that died or froze, and start it again."""
+        if self.spawned:
+            self.spawned.end(patience_s=3.0)
+        self._given_up.wait(pause_s)
+        return self.start()
+
+    def kill(self) -> None:
+        """Kill it at once, without waiting: the last thing done."""
+        if self.spawned:
+            self.spawned.kill()
+
+    def give_up(self) -> None:
+        """Make a start that is under way in another thread fail at once."""
+        self._given_up.set()
+        self.kill()
+
+    def leave_running(self) -> None:
+        """Let the server live on, and say how to use and how to end it."""
+        assert self.spawned is not None
+        key_file = self._folder / "api-key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(self._key)
+        self.spawned.release()
+        say(
+            f"the server is left running (--keep-server); use it with\n"
+            f'  VLLM_API_KEY="$(cat {key_file})" … --server {self._url}\n'
+            f"  its log: {self.spawned.log}\n  end it with: kill -- -{self.spawned.group}"
+        )
+
+
+def check_possible(wanted: Wanted) -> None:
+    """Raise at once where no server is named and none can be spawned: no `vllm`, or a command that is none."""
+    if wanted.url is not None:
+        base_url(wanted.url)
+    if wanted.command is not None:
+        command_words(wanted.command)
+    if wanted.url is None and wanted.command is None and shutil.which("vllm") is None:
+        raise EngineError(f"no `vllm` command on this machine, and no --server to use.\n{wanted.hint}")
+
+
+@contextlib.contextmanager
+def running_server(wanted: Wanted) -> Iterator[Server]:
+    """Use the server at `wanted.url`, or spawn one; a spawned one is ended on leaving.
+
+    A local URL where nothing answers is where we spawn; a remote one is waited for and never shadowed.
+    """
+    check_possible(wanted)
+    url = base_url(wanted.url) if wanted.url else None
+    key = wanted.api_key or "EMPTY"
+    if url and (is_up(url, key) or not is_local(url)):
+        yield get_ready(wanted, url, key)
+        return
+    host, port = _address(url, wanted.port)
+    check_port_is_free(host, port)
+    keeper = Keeper(wanted, host, port)
+    try:
+        yield keeper.start()
+    except BaseException:
+        keeper.end()
+        raise
+    if wanted.keep:
+        keeper.leave_running()
+    else:
+        keeper.end()
+
+
+def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
+    """Wait until the server lists its models, and return it once it has passed all that is required of it."""
+    models = _wait_for_models(url, key, wanted.startup_timeout_s, keeper)
+    endpoint = Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url))
+    engine, trust = engine_name(url, models), wanted.trust
+    owner, _, version = engine.partition(" ")
+    if owner == "vllm" and version:
+        check_version(trust, version, serves=True)
+    card = next(model for model in models if model["id"] == endpoint.model)
+    check_context(trust, card.get("max_model_len"))
+    alive: Callable[[], None] = keeper.check_alive if keeper else lambda: None
+    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
+    if trust.canary:
+        say(f"the canary page was read in {canary_s:.1f} s")
+    return Server(endpoint, engine, keeper, canary_s)
+
+
+def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
+    """Return the words that start the server: `vllm serve`, or the command that the user gave.
+
+    In a command of the user's `{host}`, `{port}` and `{model}` are filled in; where it has no `{port}`, `--host` and
+    `--port` go at its end, which vLLM, llama-server and rapidocr-server.py all take.
+    """
+    if wanted.command is None:
+        if shutil.which("vllm") is None:
+            raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
+        return [
+            "vllm",
+            "serve",
+            wanted.model,
+            "--host",
+            host,
+            "--port",
+            str(port),
+            *wanted.suggest(),
+            *wanted.vllm_args,
+        ]
+    words = command_words(wanted.command)
+    filled = [_fill(word, {"host": host, "port": str(port), "model": wanted.model}) for word in words]
+    if not any("{port}" in word for word in words):
+        filled += ["--host", host, "--port", str(port)]
+    return filled
+
+
+def command_words(command: str) -> list[str]:
+    """Split the user's command as a shell does."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--serve-command {command!r} can't be read: {error}") from error
+    if not words:
+        raise UsageError("--serve-command is empty; give the command that starts the server")
+    return words
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+def _address(url: str | None, port: int | None) -> tuple[str, int]:
+    """Return where to spawn: the host and port of a local URL; else loopback and `port`, or a free one."""
+    if url:
+        parts = urllib.parse.urlsplit(url)
+        return parts.hostname or "127.0.0.1", port or parts.port or 80
+    if port:
+        return "127.0.0.1", port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raise `UsageError` where something listens on the port already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"port {port} of {host} can't be used: {error.strerror}. "
+                f"Use what runs there with --server http://{host}:{port}, or choose another --port"
+            ) from error
+
+
+def is_up(url: str, key: str) -> bool:
+    """Whether anything answers HTTP at the URL."""
+    try:
+        fetch(f"{url}/v1/models", key)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _wait_for_models(
+    url: str, key: str, startup_timeout_s: float, keeper: Keeper | None = None
+) -> list[dict[str, Any]]:
+    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
+    started = last_sign = time.monotonic()
+    spawned = keeper.spawned if keeper else None
+    log = LogReader(spawned.log) if spawned else None
+    phase, last_error = "start", "nothing answered"
+    while True:
+        if keeper:
+            keeper.check_alive()
+        for line in log.new_lines() if log else ():
+            if is_progress(line):
+                last_sign = time.monotonic()
+            if (now_in := phase_of(line)) and now_in != phase:
+                phase = now_in
+                say(f"  after {duration(time.monotonic() - started)}: {phase}")
+        try:
+            status, body = fetch(f"{url}/v1/models", key)
+            if status == 200:
+                return _listed_models(body, url)
+            if status in {401, 403}:
+                raise EngineError(f"{url} refuses our key (HTTP {status}); set the variable that --api-key-env names")
+            if status < 500:
+                raise EngineError(f"{url}/v1/models answers HTTP {status}: no OpenAI-compatible server; check --server")
+            last_error = f"HTTP {status}"
+        except OSError as error:
+            last_error = str(getattr(error, "reason", error))
+        waited = time.monotonic() - last_sign
+        if waited > startup_timeout_s:
+            tail = f", in the phase {phase!r}. {spawned.log_words()}" if spawned else ""
+            raise EngineError(
+                f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
+                f"the last try: {last_error}{tail}"
+            )
+        time.sleep(POLL_S)
+
+
+def _listed_models(body: bytes, url: str) -> list[dict[str, Any]]:
+    try:
+        models = json.loads(body)["data"]
+        return [dict(model) for model in models if model["id"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{url}/v1/models is no list of models: {body[:200]!r}; check --server") from error
+
+
+def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str:
+    """Return the id under which the wanted model is served; a server that speaks only others is refused."""
+    for key in ("id", "root"):
+        for model in models:
+            if model.get(key) == wanted:
+                return str(model["id"])
+    served = ", ".join(str(model["id"]) for model in models) or "nothing"
+    raise EngineError(f"{url} serves {served}, not {wanted}; to use what it serves give --model {served}")
+
+
+def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
+    """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
+    owner = str(models[0].get("owned_by") or "unknown")
+    try:
+        status, body = fetch(f"{url}/version", "")
+        version = str(json.loads(body)["version"]) if status == 200 else ""
+    except (OSError, ValueError, LookupError, TypeError):
+        version = ""
+    return f"{owner} {version}".strip()
+
+
+# ---- steering --------------------------------------------------------------------------------------------------------
+# Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry file.
+#
+# At the end it says what bounded the run, and what to change.
+
+
+# What to change, by what bounded the run.
+ADVICE = {
+    "engine": "the engine is the limit: a faster GPU, more of them (data parallel), or more shards",
+    "preparation": "preparing the pages is the limit: a flavour with more cores, or more shards",
+    "source": "reading the input is the limit: a faster disk or network, or several shards on several machines",
+    "memory": "this machine's memory is the limit: a flavour with more of it, or a lower --max-in-flight elsewhere",
+    "limit": "the window was still growing, or stood at --max-in-flight: a longer run, or a higher bound",
+}
+
+
+@dataclass
+class Steering:
+    """What moves a window: gauges of the engine, memory of the host, pages being prepared."""
+
+    window: Window
+    tally: Tally
+    gauges: Callable[[], Gauges]
+    threads: int
+    telemetry: TextIO | None = None
+    measure: PageMeasure = field(default_factory=PageMeasure)
+
+    async def steer(self) -> None:
+        """Observe and decide until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> dict[str, Any]:
+        """Observe and decide once; return the decision as it stands in the telemetry file."""
+        memory = read_memory()
+        self.measure.note(self.window.in_flight, own_rss())
+        line = self.window.observe(
+            gauges=self.gauges(),
+            memory_available=memory.for_pages if memory else None,
+            bytes_a_page=self.measure.bytes_a_page(),
+            preparing=self.tally.preparing,
+            threads=self.threads,
+        )
+        self.tally.bounded_by = line["bounded_by"]
+        if self.telemetry:
+            self.telemetry.write(json.dumps(line) + "\n")
+            self.telemetry.flush()
+        return line
+
+
+@contextmanager
+def telemetry_file(path: str | None) -> Iterator[TextIO | None]:
+    """Open the file for telemetry, to go on in it; None where none is wanted."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UsageError(f"--telemetry {path!r} can't be written: {error.strerror}; name another file") from error
+    with file:
+        yield file
+
+
+def verdict(seconds_bound: dict[str, float]) -> str:
+    """Say what bounded the run for most of its time, and what to change."""
+    total = sum(seconds_bound.values())
+    if total <= 0:
+        return "too short to say what bounded it"
+    shares = sorted(seconds_bound.items(), key=lambda item: -item[1])
+    words = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares if seconds / total >= 0.05)
+    return f"bounded by {words}; {ADVICE[shares[0][0]]}"
+
+
+# ---- supervise -------------------------------------------------------------------------------------------------------
+# The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
+#
+# 1. gone: its process has ended. Noticed at once.
+# 2. frozen: for `stall_timeout_s` no token was generated and no page answered while pages were in flight, or its API
+#    did not answer at all. Where tokens can't be counted, patience is three times the slowest answer, if that is more.
+# 3. restart: the process group is killed, and after a pause the server is started at the same address, at most
+#    `max_restarts` times in a run; it must pass the canary again.
+# 4. strike: every page that was asked of the server that died and had no result gets one.
+# 5. alone: pages with two strikes are then asked one by one, with nothing else in flight.
+# 6. quarantine: a page with which the server dies even then becomes an error row.
+#
+# A server that is not ours is only watched: it is named when it freezes, and waited for.
+
+
+LOOK_EVERY_S = 0.5
+PROBE_EVERY_S = 5.0
+STRIKES_BEFORE_ALONE = 2
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class Vigilance:
+    """How the watchdog is set."""
+
+    stall_timeout_s: float = 60.0
+    max_restarts: int = 10
+    first_backoff_s: float = 1.0
+
+
+class Supervisor:
+    """Watches a server for the pages that are asked of it."""
+
+    def __init__(self, server: Server, vigilance: Vigilance, on_restart: Callable[[], None]) -> None:
+        self._server = server
+        self._vigilance = vigilance
+        self._on_restart = on_restart
+        self._life = 1  # counts the servers of this run, the first one too
+        self._is_up = True
+        self._visits: set[Visit] = set()
+        self._alone: list[Visit] = []  # whose turn it is stands first
+        self._changed = asyncio.Condition()
+        self._nudge, self._looked = asyncio.Event(), asyncio.Event()
+        self._restarts = 0
+        self._failures = 0  # starts since the last answer
+        self._answers_at_restart = self._answers = 0
+        self._slowest_s = server.canary_s
+        self._last_sign = self._last_probe = time.monotonic()
+        self._counted: float | None = None
+        self._was_named = False
+
+    # What the pages call
+
+    @contextlib.contextmanager
+    def visit(self, row: int) -> Iterator[Visit]:
+        """Keep account of a page until it has its result."""
+        visit = Visit(row)
+        self._visits.add(visit)
+        try:
+            yield visit
+        finally:
+            self._visits.discard(visit)
+            if visit in self._alone:
+                self._alone.remove(visit)
+                self._wake()
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+        if not self._may_go(visit):
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._may_go(visit))
+        if not any(other.life == self._life for other in self._visits):
+            self._last_sign = time.monotonic()  # nothing was in flight: the engine was idle, not frozen
+        visit.life = self._life
+
+    def _may_go(self, visit: Visit) -> bool:
+        return visit.quarantined or (self._is_up and (not self._alone or self._alone[0] is visit))
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+        self._answers += 1
+        self._slowest_s = max(self._slowest_s, latency_s)
+        self._last_sign = time.monotonic()
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone; looks anew."""
+        if visit.life == self._life and self._is_up and self._server.keeper:
+            self._looked.clear()
+            self._nudge.set()
+            await self._looked.wait()
+        return visit.life != self._life or not self._is_up
+
+    # The watch
+
+    async def watch(self) -> None:
+        """Keep the server up; return never. Raises `EngineError` when it can't be kept up."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nudge.wait(), LOOK_EVERY_S)
+            self._nudge.clear()
+            trouble = await self._trouble()
+            if trouble:
+                self._is_up = False
+            self._looked.set()
+            if trouble:
+                await self._recover(trouble)
+
+    def _asked(self) -> list[Visit]:
+        """Return the pages that the server now has, or had when it died."""
+        return [visit for visit in self._visits if visit.life == self._life]
+
+    async def _trouble(self) -> str | None:
+        """Look: is it gone, is it frozen? Says what is wrong."""
+        keeper = self._server.keeper
+        if keeper and keeper.spawned and (ended := keeper.spawned.how_it_ended()):
+            return ended
+        now = time.monotonic()
+        if not self._asked():
+            self._last_sign = now
+            return None
+        answers = True
+        if now - self._last_probe >= min(PROBE_EVERY_S, self._vigilance.stall_timeout_s / 4):
+            answers = await self._probe()
+            self._last_probe = time.monotonic()
+        silent_s = time.monotonic() - self._last_sign
+        if silent_s <= self._patience_s():
+            self._was_named = False
+            return None
+        how = "no token and no page came from it" if answers else "its API does not answer"
+        trouble = f"the server is frozen: {how} for {duration(silent_s)}, with {len(self._asked())} pages in flight"
+        if keeper and keeper.spawned:
+            return f"{trouble}. {keeper.spawned.log_words()}"
+        if not self._was_named:
+            self._was_named = True
+            say(f"{trouble}; it is not ours to restart, so we wait")
+        return None
+
+    def _patience_s(self) -> float:
+        known = self._vigilance.stall_timeout_s
+        return known if self._counted is not None else max(known, 3 * self._slowest_s)
+
+    async def _probe(self) -> bool:
+        """Count the server's tokens where it tells; whether it answered at all."""
+        endpoint = self._server.endpoint
+        try:
+            status, body = await asyncio.to_thread(fetch, metrics_url(endpoint.base_url), endpoint.api_key)
+        except (OSError, ValueError):
+            return False
+        gauges = parse_gauges(body.decode(errors="replace") if status == 200 else "")
+        counts = [gauges.made_tokens, gauges.prompt_tokens, gauges.succeeded]
+        counted = sum(count or 0 for count in counts) if gauges.made_tokens is not None else None
+        if counted is not None and counted != self._counted:
+            self._last_sign = time.monotonic()
+        self._counted = counted
+        return True
+
+    async def _recover(self, trouble: str) -> None:
+        keeper, lost = self._server.keeper, self._asked()
+        assert keeper is not None
+        self._judge(lost)
+        while True:
+            if self._restarts >= self._vigilance.max_restarts:
+                raise EngineError(
+                    trouble
+                    if not self._restarts
+                    else f"the server was started again {self._restarts} times (--max-restarts), and in vain. {trouble}"
+                )
+            self._restarts += 1
+            self._on_restart()
+            say(
+                f"{trouble}\nstarting it again ({self._restarts} of at most {self._vigilance.max_restarts}); "
+                f"{len(lost)} pages that were in flight are asked again"
+            )
+            try:
+                self._server = await self._in_thread(functools.partial(keeper.restart, self._backoff_s()))
+                break
+            except EngineError as error:
+                trouble = str(error)
+        self._life += 1
+        self._last_sign, self._counted, self._is_up = time.monotonic(), None, True
+        self._wake()
+
+    def _judge(self, lost: list[Visit]) -> None:
+        """Give strikes to the pages that were with a server that died; quarantine one that was with it alone."""
+        for visit in lost:
+            visit.strikes += 1
+        if self._alone and self._alone[0] in lost:
+            culprit = self._alone.pop(0)
+            culprit.quarantined = True
+            say(f"row {culprit.row} is {culprit.reason()}")
+        suspects = [visit for visit in lost if visit.strikes >= STRIKES_BEFORE_ALONE and not visit.quarantined]
+        self._alone += [visit for visit in suspects if visit not in self._alone]
+
+    def _backoff_s(self) -> float:
+        """Return the pause before a start: longer each time that no page was answered in between."""
+        self._failures = 1 if self._answers > self._answers_at_restart else self._failures + 1
+        self._answers_at_restart = self._answers
+        return min(LONGEST_BACKOFF_S, self._vigilance.first_backoff_s * 2.0 ** (self._failures - 1))
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        """Do what blocks in a thread; when we are cancelled meanwhile, have it end at once."""
+        assert self._server.keeper is not None
+        try:
+            return await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            self._server.keeper.give_up()
+            raise
+
+    def _wake(self) -> None:
+        """Let those who wait for their turn look again."""
+
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self._waking = asyncio.get_running_loop().create_task(notify())
+
+
+# ---- driver ----------------------------------------------------------------------------------------------------------
+# What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
+
+
+OTHERWISE = (
+    "Here: install vLLM, or give --server URL, or try without a GPU: "
+    '--serve-command "uv run rapidocr-server.py" --model rapidocr'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverOptions(CommonOptions):
+    """What a driver script takes beside the common options: which server, and how patiently it is asked."""
+
+    server: str | None = option(
+        None,
+        "engine",
+        "server to use; where a local URL does not answer, vllm is started there (default: start one on a free port)",
+        metavar="URL",
+    )
+    serve_command: str | None = option(
+        None,
+        "engine",
+        "start this instead of `vllm serve`; {model}, {host} and {port} are filled in, or --host and --port added",
+        metavar="CMD",
+    )
+    port: int | None = option(
+        None, "engine", "port for the server we start (default: a free one)", metavar="N", minimum=1, maximum=65535
+    )
+    api_key_env: str = option("VLLM_API_KEY", "engine", "variable that holds the key of --server", metavar="VAR")
+    startup_timeout: float = option(
+        900.0, "engine", "seconds to wait for a server that shows no sign of progress", metavar="S", minimum=0.1
+    )
+    request_timeout: float = option(600.0, "engine", "seconds one request may take", metavar="S", minimum=0.1)
+    retry_for: float = option(
+        600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
+    )
+    stall_timeout: float = option(
+        60.0,
+        "engine",
+        "seconds without a token and without a page, while pages are in flight, after which our server is started anew",
+        metavar="S",
+        minimum=0.1,
+    )
+    max_restarts: int = option(
+        10, "engine", "how often a server of ours that died or froze is started again in a run", metavar="N", minimum=0
+    )
+    keep_server: bool = option(
+        False, "engine", "leave the server that we start running when the run has ended well, and say how to use it"
+    )
+
+
+def wanted_server(run: Run, options: DriverOptions) -> Wanted:
+    """Say which server is wanted, and how to get a machine that has one."""
+    return Wanted(
+        model=options.model,
+        trust=required(run.profile, run.question, options, min(options.request_timeout, options.startup_timeout)),
+        url=options.server,
+        command=options.serve_command,
+        port=options.port,
+        api_key=os.environ.get(options.api_key_env),
+        vllm_args=engine_args(run),
+        suggest=functools.partial(suggested_flags, run),
+        startup_timeout_s=options.startup_timeout,
+        keep=options.keep_server,
+        hint=hosted_command(run, run.profile.image, OTHERWISE),
+    )
+
+
+def suggested_flags(run: Run) -> tuple[str, ...]:
+    """Return the flags that fit this machine, and say so."""
+    machine = look_around()
+    choices = choose_flags(machine, run.profile, run.options.vllm_args)
+    say(machine_line(machine, choices))
+    return tuple(word for choice in choices for word in choice.words)
+
+
+async def drive(
+    job: Job, run: Run, options: DriverOptions, server: Server, window: Window, telemetry: TextIO | None = None
+) -> None:
+    """Keep the server busy with the pages of the job, as many as the window has places, and show how it goes."""
+    import openai
+
+    tally = run.tally
+    assert tally is not None
+    timeout = openai.Timeout(options.request_timeout, connect=min(10.0, options.request_timeout))
+    url = server.endpoint.base_url
+    async with openai.AsyncOpenAI(
+        base_url=url,
+        api_key=server.endpoint.api_key,
+        max_retries=0,
+        timeout=timeout,
+        # a proxy named in the environment is not for loopback
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=not is_local(url), timeout=timeout),
+    ) as client:
+
+        def note_retry(failure: Failure) -> None:
+            tally.retry(failure.reason)
+            window.trouble(failure.trouble)
+
+        vigilance = Vigilance(options.stall_timeout, options.max_restarts)
+        asker = Asker(
+            client,
+            server.endpoint.model,
+            run.question,
+            retry_for_s=options.retry_for,
+            on_retry=note_retry,
+            guard=Supervisor(server, vigilance, tally.restarted),
+        )
+        gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
+        steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
+        with beside(gauges.run(), steering.steer()), progress_shown(tally):
+            await run_job(job, asker, tally, window)
+
+
+async def _page_text(key: str, url: str) -> str | None:
+    """Fetch a page in a thread: its text, or None where it is not there."""
+    status, body = await asyncio.to_thread(fetch, url, key)
+    return body.decode(errors="replace") if status == 200 else None
+
+
+# ---- interrupt -------------------------------------------------------------------------------------------------------
+# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+
+
+ResultT = TypeVar("ResultT")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.exit_code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+
+class Interrupts:
+    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
+
+    `last_will` runs before such an end: it must be quick and must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.last_will: Callable[[], None] | None = None
+        self._cancel: Callable[[], object] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals within."""
+        # a hangup that `nohup` has us ignore stays ignored
+        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
+
+        async def cancellable() -> ResultT:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                return await work
+            finally:
+                self._cancel = None
+
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if self.number is None:
+                raise
+            raise Interrupted(self.number) from None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number is not None:
+            if self.last_will:
+                self.last_will()
+            os._exit(128 + number)
+        self.number = number
+        if self._cancel is None:
+            raise Interrupted(number)
+        self._cancel()
+
+
+# ---- ending ----------------------------------------------------------------------------------------------------------
+# How a run ends: what is in the output is counted, the card written, the blocks published, the exit code found.
+
+
+AskAll = Callable[[Run, Sequence[int], ExitStack, Interrupts], None]
+
+
+def carry_out(run: Run, ask_all: AskAll) -> int:
+    """Check, ask about every page, take stock, publish; whatever happens, say so and return the exit code.
+
+    `ask_all` writes the blocks whose numbers it is given. It gets a stack to put its engine on: what is on it is closed
+    on every way out.
+    """
+    # A corrupt EXIF block is worth no line on stderr; a picture that can't be read is refused by name.
+    warnings.filterwarnings("ignore", module="PIL")
+    interrupts = Interrupts()
+    message, code = "done", 0
+    with interrupts.caught():
+        try:
+            preflight(run)
+            try:
+                _write_blocks(run, ask_all, interrupts)
+            finally:
+                take_stock(run)
+            finish(run)
+        except Interrupted as stop:
+            message, code = f"{stop}; closed blocks are kept, the same command goes on", stop.exit_code
+        except JobError as error:
+            message, code = str(error), error.exit_code
+            if interrupts.number:  # what else went wrong then is its consequence
+                message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except Exception as error:
+            say_end(run, 1, f"{type(error).__name__}: {error}")
+            raise
+        if code:
+            say(f"{run.script}: {message}")
+        say_end(run, code, message)
+    return code
+
+
+def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
+    with run.at.blocks.locked():
+        if run.options.overwrite:
+            run.at.blocks.remove_all()
+        todo = run.todo()
+        if todo:
+            with ExitStack() as stack:
+                ask_all(run, todo, stack, interrupts)
+
+
+def take_stock(run: Run) -> None:
+    """Count what the closed blocks hold and write the card, whatever the end was.
+
+    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
+    its own pages are counted.
+    """
+    at = run.at
+    closed = at.blocks.closed()
+    shared = run.way.streams and run.output.repo_id is not None
+    if (shared or run.way.shard.count > 1) and not run.is_complete():
+        run.statuses = Counter(run.tally.statuses if run.tally else {})
+        return
+    if not closed:
+        return
+    run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
+    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
+    info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
+    write = publish_card if shared else write_card
+    write(
+        run.output,
+        # a local path says nothing to others
+        input_name=Path(run.options.input).name if at.source.roots else run.options.input,
+        plan=at.plan,
+        statuses=run.statuses,
+        facts={**info, "speed": speed},
+        command=run.command(),
+    )
+
+
+def finish(run: Run) -> None:
+    """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
+    if run.output.repo_id and not run.way.streams:
+        private = is_private(run, run.at.source)
+        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
+        say(f"published: {where}")
+    for title, text in first_texts(run, run.options.show):
+        say(f"\n── {title} ──\n{text}")
+    column = run.options.output_column
+    failed = sum(count for status, count in run.statuses.items() if status not in SOUND)
+    share = failed / max(1, run.statuses.total())
+    if share > run.options.max_failure_rate:
+        raise JobError(
+            f"{failed} of {run.statuses.total()} pages failed ({share:.1%}; --max-failure-rate is "
+            f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
+        )
+
+
+def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
+    """Return (title, text) of the first `count` pages of the output."""
+    text, status, error, _ = new_columns(run.options.output_column)
+    image = None if run.way.results_only else run.at.source.image_column
+    shown: list[tuple[str, str]] = []
+    for number in sorted(run.at.blocks.closed()):
+        if len(shown) >= count:
+            break
+        table = run.at.blocks.read(number, [text, status, error, *([image] if image else [])])
+        for row in table.slice(0, count - len(shown)).to_pylist():
+            cell = row.get(image)
+            name = (cell.get("path") if isinstance(cell, dict) else None) or f"page {len(shown)}"
+            shown.append((f"{name} ({row[status]})", row[text] or row[error] or ""))
+    return shown
+
+
+def refuse(script: str, options: CommonOptions, error: JobError) -> int:
+    """Say, to people and to programs, why a run did not begin; return the exit code."""
+    say(f"{script}: {error}")
+    outcome = Outcome(
+        input=options.input,
+        output=options.output,
+        split=None,
+        model=options.model,
+        engine=None,
+        exit_code=error.exit_code,
+        message=str(error),
+        seconds=0.0,
+        tally=None,
+        statuses={},
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
+    return error.exit_code
+
+
+def say_end(run: Run, code: int, message: str) -> None:
+    """Write the last line for people, and the JSON line for programs."""
+    if run.tally and run.tally.done:
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
+        took = duration(time.monotonic() - run.started)
+        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
+    outcome = Outcome(
+        input=run.options.input,
+        output=str(run.output),
+        split=run.opened.plan.split if run.opened else None,
+        model=run.options.model,
+        engine=run.engine,
+        exit_code=code,
+        message=message,
+        seconds=time.monotonic() - run.started,
+        tally=run.tally,
+        statuses=run.statuses,
+    )
+    sys.stdout.write(outcome.json_line() + "\n")
+    sys.stdout.flush()
+
+
+# ---- flavors ---------------------------------------------------------------------------------------------------------
+# Hosted runners: the flavours of Hugging Face Jobs and what an hour of each costs.
+#
+# From the stored page of August 2026; the live list is `hf jobs hardware`.
+
+
+DOLLARS_PER_HOUR = {
+    "cpu-basic": 0.01,
+    "cpu-upgrade": 0.03,
+    "t4-small": 0.40,
+    "t4-medium": 0.60,
+    "l4x1": 0.80,
+    "l4x4": 3.80,
+    "a10g-small": 1.00,
+    "a10g-large": 1.50,
+    "l40sx1": 1.80,
+    "a100-large": 2.50,
+    "rtx-pro-6000": 2.75,
+    "h200": 5.00,
+}
+
+
+def price_here(environment: Mapping[str, str]) -> float | None:
+    """Return what an hour costs where the job says which flavour it runs on; None elsewhere.
+
+    `ACCELERATOR` is documented as the flavour, but was seen as only `cpu` or `gpu`.
+    """
+    return DOLLARS_PER_HOUR.get(environment.get("ACCELERATOR", ""))
+
+
+# ---- saturate --------------------------------------------------------------------------------------------------------
+# The script itself.
+
+
+SCRIPT = "lighton-ocr3-saturate.py"
+FIRST_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaturateOptions(DriverOptions):
+    """The options of lighton-ocr3-saturate.py."""
+
+    model: str = option("lightonai/LightOnOCR-3-0.8B", "model", "model id or local checkpoint", metavar="ID")
+
+    results_only: bool = option(
+        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
+    )
+    commit_minutes: float = option(
+        10.0, "output", "minutes between two commits to a Hub output", metavar="M", minimum=0.0
+    )
+    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
+    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and write the card")
+
+    min_in_flight: int = option(1, "run", "fewest pages in flight", metavar="N", minimum=1, maximum=1000)
+    max_in_flight: int = option(512, "run", "most pages in flight", metavar="N", minimum=1, maximum=1000)
+    num_shards: int | None = option(
+        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
+    )
+    shard_index: int | None = option(
+        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
+    )
+    telemetry: str | None = option(
+        None, "run", "file for each decision about the window, as JSON lines", metavar="FILE"
+    )
+    dollars_per_hour: float | None = option(
+        None, "run", "price of an hour of this machine (default: of the flavour, where known)", metavar="D", minimum=0.0
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    assert __doc__ is not None
+    parser = make_parser(
+        SaturateOptions, prog=SCRIPT, description=__doc__, epilog="Everything after -- goes to `vllm serve` unchanged."
+    )
+    options = parse_options(parser, SaturateOptions, words)
+    try:
+        way = way_of(options, os.environ)
+        run = begin(SCRIPT, options, words)
+        run.way = way
+        wanted = wanted_server(run, options)
+        if not options.finish:
+            check_possible(wanted)
+    except JobError as error:
+        return refuse(SCRIPT, options, error)
+    return carry_out(run, functools.partial(saturate_server, options, wanted))
+
+
+def way_of(options: SaturateOptions, environment: Mapping[str, str]) -> Way:
+    """Say how the run goes about its blocks. Raises `UsageError` where options exclude each other."""
+    if options.min_in_flight > options.max_in_flight:
+        raise UsageError(
+            f"--min-in-flight {options.min_in_flight} is more than --max-in-flight {options.max_in_flight}"
+        )
+    if options.overwrite and options.retry_failed:
+        raise UsageError("--overwrite and --retry-failed exclude each other; give one of them")
+    shard = shard_of(options.num_shards, options.shard_index, environment)
+    if options.overwrite and shard.count > 1:
+        raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
+    return Way(
+        shard=shard,
+        streams=True,
+        commit_every_s=60 * options.commit_minutes,
+        results_only=options.results_only,
+        retry_failed=options.retry_failed,
+    )
+
+
+def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
+    """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
+    if count is None and index is None and "SLURM_ARRAY_TASK_ID" in environment:
+        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1") or 1)
+        count = int(environment["SLURM_ARRAY_TASK_COUNT"])
+        index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
+        say(f"shard {index} of {count}, as the Slurm array says")
+    if (count is None) != (index is None):
+        raise UsageError("--num-shards and --shard-index go together; give both")
+    shard = Shard(index or 0, count or 1)
+    if shard.index >= shard.count:
+        raise UsageError(f"--shard-index {shard.index} is not below --num-shards {shard.count}; shards count from 0")
+    return shard
+
+
+def saturate_server(
+    options: SaturateOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
+) -> None:
+    """Get a server and keep it full with the pages of the blocks `todo`."""
+    if options.finish:
+        raise UsageError(f"--finish: {len(todo)} blocks are not there yet; run without it first")
+    server = stack.enter_context(running_server(wanted))
+    if server.keeper:
+        interrupts.last_will = server.keeper.kill
+    run.engine = server.engine
+    say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
+    window = Window(bounds_of(options), ahead=2 * count_cores())
+    job = make_job(run, todo, dollars_per_hour=options.dollars_per_hour or price_here(os.environ))
+    try:
+        with telemetry_file(options.telemetry) as telemetry:
+            interrupts.run(drive(job, run, options, server, window, telemetry))
+    finally:
+        say(verdict(window.seconds_bound))
+
+
+def bounds_of(options: SaturateOptions) -> Bounds:
+    """Return what the window may be."""
+    return Bounds(
+        least=options.min_in_flight,
+        most=options.max_in_flight,
+        initial=min(options.max_in_flight, max(options.min_in_flight, FIRST_IN_FLIGHT)),
+        longest_wait_s=options.request_timeout / 2,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
