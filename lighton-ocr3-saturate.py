@@ -41,8 +41,12 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   png: Pixels → a PNG file, in a quarter of the time that Pillow takes at its quickest, and no larger for a scan.
 #   pages: A cell of a dataset → a page ready for the model, or a named refusal.
 #   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
-#   ask: A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
 #   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
+#   startup: What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has
+#       failed.
+#   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
+#   transport: How a page travels to the engine: as a data URL, or to a server of our own as a file in shared memory.
+#   ask: A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
 #   source: Rows of a dataset by address, undecoded.
 #   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
 #   window: How many pages may be in flight: a window that grows on evidence, and what bounds a run.
@@ -62,9 +66,6 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   trust: What an engine must pass before its first page: the version gate, the budget, and the canary.
 #   web: Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
 #   ask_canary: Asks a server about the canary page, before there is an event loop.
-#   startup: What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has
-#       failed.
-#   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
 #   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
 #       file.
@@ -951,302 +952,6 @@ def page_sampling(question: Question, row: int) -> dict[str, Any]:
     return sampling
 
 
-# ---- ask -------------------------------------------------------------------------------------------------------------
-# A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
-#
-# Errors are of three kinds. Permanent: this page can't be asked; it becomes an error row. Transient: asked again after
-# a pause, longer each time, until the page's time is up. Systemic: every page would fail the same way; the run stops
-# and nothing is lost.
-
-
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-REFUSALS_THAT_STOP = 50  # so many refused pages and not one answered: it is not the pages
-PROBE_TOKENS = 16
-SEND_BYTES = 256 * 1024
-URL_PLACE = "\0page\0"  # stands in the JSON of a request where the page goes: no JSON text holds it unescaped
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the engine answers: `base_url` ends in `/v1`, `model` is the id that it serves the model under."""
-
-    base_url: str
-    api_key: str
-    model: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish.
-
-    `trouble` is what it says of a server: `refused` (it has too much to do), `timeout`, or `failed`.
-    """
-
-    kind: str
-    reason: str
-    retry_after_s: float = 0.0
-    trouble: str = "failed"
-
-
-@dataclass(eq=False)
-class Visit:
-    """A page on its way through the server. `life` is that of the server it was last asked of, `strikes` its deaths."""
-
-    row: int
-    strikes: int = 0
-    life: int = 0
-    quarantined: bool = False
-
-    def reason(self) -> str:
-        """Say why a quarantined page has no text."""
-        return f"quarantined: the server died {self.strikes} times while it read this page, the last time with it alone"
-
-
-class Guard(Protocol):
-    """Who knows whether the server lives, and whose turn it is."""
-
-    def visit(self, row: int) -> AbstractContextManager[Visit]:
-        """Keep account of a page until it has its result."""
-
-    async def turn(self, visit: Visit) -> None:
-        """Wait until the page may be asked; look at `visit.quarantined` then."""
-
-    def answered(self, latency_s: float) -> None:
-        """Note that a page was answered."""
-
-    async def is_lost(self, visit: Visit) -> bool:
-        """Whether the server that the page was last asked of is gone."""
-
-    def watch(self) -> Coroutine[Any, Any, None]:
-        """Return never, or raise when the engine is gone for good."""
-
-
-class Body:
-    """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory."""
-
-    def __init__(self, pieces: list[bytes], row: int) -> None:
-        self.row = row
-        self.num_bytes = sum(map(len, pieces))
-        self._pieces = pieces[::-1]
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while self._pieces:
-            piece = self._pieces.pop()
-            for start in range(0, len(piece), SEND_BYTES):
-                yield piece[start : start + SEND_BYTES]
-
-    def whole(self) -> bytes:
-        """Return all of it at once."""
-        return b"".join(reversed(self._pieces))
-
-
-def request_body(page: Page, row: int, question: Question, model: str) -> Body:
-    """Return the JSON body of the chat completion that asks `question` about `page`."""
-    image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
-    request: dict[str, Any] = {
-        "model": model,
-        "messages": page_messages(question, image),
-        **page_sampling(question, row),
-    }
-    if question.chat_template_kwargs:
-        request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
-    head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
-    return Body([head.encode(), data_url(page).encode(), tail.encode()], row)
-
-
-class Asker:
-    """Asks one endpoint about pages. `retry_for_s`: how long after its first failure a page is asked again."""
-
-    def __init__(
-        self,
-        client: AsyncOpenAI,
-        model: str,
-        question: Question,
-        *,
-        retry_for_s: float,
-        on_retry: Callable[[Failure], None],
-        guard: Guard,
-    ) -> None:
-        self.watch = guard.watch
-        self._guard = guard
-        self._client = client
-        self._model = model
-        self._question = question
-        self._retry_for_s = retry_for_s
-        self._on_retry = on_retry
-        self._last_answer = float("-inf")
-        self._refusals_before_any_answer = 0
-
-    def encode(self, page: Page, row: int) -> Body:
-        """Make the request for a page: work for a thread."""
-        return request_body(page, row, self._question, self._model)
-
-    async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
-        """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
-
-        Raises `EngineError` where the fault is not the page's.
-        """
-        with self._guard.visit(body.row) as visit:
-            return await self._ask(visit, body, again)
-
-    async def _ask(self, visit: Visit, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
-        attempts = life = 0
-        give_up_at = failed_at = float("inf")
-        request: Body | Refusal = body
-        while not isinstance(request, Refusal):
-            await self._guard.turn(visit)
-            if visit.quarantined:
-                return PageResult(None, "error", error=visit.reason(), attempts=attempts)
-            if life != visit.life:  # another server, another chance
-                life, give_up_at, failed_at = visit.life, float("inf"), float("inf")
-            attempts += 1
-            started = time.monotonic()
-            try:
-                answer = await self._send(request)
-                result = answered(answer, attempts, time.monotonic() - started)
-            except Exception as error:  # noqa: BLE001 - the page boundary: sorted, counted, never swallowed
-                failure = sort_error(error)
-            else:
-                self._last_answer = time.monotonic()
-                self._guard.answered(result.latency_s)
-                return result
-            if failure.kind == "transient" and await self._guard.is_lost(visit):
-                self._on_retry(failure)
-                await self._guard.turn(visit)  # the page is made anew when it can be sent, not for the wait
-                request = await again()
-                continue
-            now = time.monotonic()
-            give_up_at = min(give_up_at, now + self._retry_for_s)
-            if failure.kind == "transient" and now < give_up_at:
-                failed_at = now
-                self._on_retry(failure)
-                await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
-                request = await again()
-                continue
-            await self._stop_if_systemic(failure, since=min(failed_at, started))
-            return PageResult(None, "error", error=f"{failure.reason} (attempt {attempts})", attempts=attempts)
-        return refused(request.status, request.reason)
-
-    async def _is_answering(self) -> bool:
-        """Whether the engine answers a small page of ours."""
-        question = replace(self._question, max_tokens=PROBE_TOKENS)
-        try:
-            answered(await self._send(request_body(probe_page(), 0, question, self._model)), 1, 0.0)
-        except Exception:  # noqa: BLE001 - whatever it was, it is no answer
-            return False
-        return True
-
-    async def _send(self, body: Body) -> Any:
-        from openai.types.chat import ChatCompletion
-
-        headers = {"Content-Type": "application/json", "Content-Length": str(body.num_bytes)}
-        return await self._client.post(
-            "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
-        )
-
-    async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
-        """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""
-        if failure.kind == "systemic":
-            raise EngineError(failure.reason)
-        # The last page of a run has no others beside it to show that the engine answers.
-        if failure.kind == "transient" and self._last_answer < since and not await self._is_answering():
-            raise EngineError(
-                f"no page was answered for {self._retry_for_s:.0f} s; the last error was: {failure.reason}. "
-                "Look at the server; the same command goes on where this run stopped"
-            )
-        if failure.kind == "permanent" and self._last_answer == float("-inf"):
-            self._refusals_before_any_answer += 1
-            if self._refusals_before_any_answer >= REFUSALS_THAT_STOP:
-                raise EngineError(
-                    f"the first {REFUSALS_THAT_STOP} pages were all refused, the last with: {failure.reason}. "
-                    "Check the model, --max-tokens and the server's --max-model-len"
-                )
-
-
-def probe_page() -> Page:
-    """Draw a small page that any engine that works can read."""
-    from PIL import Image, ImageDraw
-
-    image = Image.new("L", (280, 84), "white")
-    ImageDraw.Draw(image).text((20, 30), "page", fill="black")
-    return Page(image, original=None)
-
-
-def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
-    """Read a chat completion; raise `ValueError` where something else came back with status 200, as from a proxy."""
-    if not getattr(answer, "choices", None):
-        raise ValueError(repr(answer)[:200])
-    choice = answer.choices[0]
-    usage = answer.usage
-    return result_of_answer(
-        choice.message.content,
-        choice.finish_reason,
-        tokens=usage.completion_tokens if usage else None,
-        prompt_tokens=usage.prompt_tokens if usage else None,
-        attempts=attempts,
-        latency_s=latency_s,
-    )
-
-
-def sort_error(error: Exception) -> Failure:
-    """Sort what a request raised."""
-    import openai
-
-    if isinstance(error, openai.APITimeoutError):
-        return Failure("transient", "the request timed out (--request-timeout)", trouble="timeout")
-    if isinstance(error, openai.APIConnectionError):
-        return Failure("transient", f"connection failed: {_root_cause(error)}")
-    if isinstance(error, openai.APIStatusError):
-        reason = f"HTTP {error.status_code}: {_server_words(error)}"
-        if error.status_code in {401, 403}:
-            return Failure(
-                "systemic", f"{reason}. The server refuses our key: set the variable that --api-key-env names"
-            )
-        if error.status_code == 404:
-            return Failure("systemic", f"{reason}. Check --server and --model")
-        if error.status_code in {408, 409, 425, 429} or error.status_code >= 500:
-            trouble = {408: "timeout", 429: "refused", 503: "refused"}.get(error.status_code, "failed")
-            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")), trouble)
-        return Failure("permanent", reason)
-    return Failure("transient", f"no chat completion came back: {type(error).__name__}: {error}")
-
-
-def _server_words(error: Any) -> str:
-    body = error.body
-    words = body.get("message") if isinstance(body, dict) else body
-    return str(words or error.message)[:500]
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def retry_after_s(header: str | None) -> float:
-    """Read a Retry-After header, seconds or a date; 0 where there is none or it is unreadable."""
-    if not header:
-        return 0.0
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-    except ValueError:
-        return 0.0
-
-
-def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
-    """Return how long to wait before the next attempt: exponential with full jitter, no shorter than the server's wish.
-
-    Never longer than what is left of the page's time.
-    """
-    ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 10))
-    return min(left_s, wished_s + random.uniform(0, ceiling))  # noqa: S311 - jitter, not a secret
-
-
 # ---- report ----------------------------------------------------------------------------------------------------------
 # What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
 
@@ -1436,6 +1141,781 @@ class Outcome:
                 "pages_per_second": round(tally.pages_per_s(), 4) if tally.done else 0.0,
             }
         )
+
+
+# ---- startup ---------------------------------------------------------------------------------------------------------
+# What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has failed.
+#
+# A start takes minutes in which nobody answers; only the log tells a download from a hang. A start that failed leaves a
+# traceback of hundreds of lines, of which one tells what to do.
+
+
+# A phase of the start → what stands in the log when it begins or goes on.
+PHASES = {
+    "download": r"Fetching \d+ files|Downloading|\.safetensors: +\d+%|Time spent downloading weights",
+    "weights": r"Starting to load model|Loading (safetensors|pt) checkpoint shards|Loading weights took",
+    "compile": r"torch\.compile|Dynamo bytecode transform|Compiling a graph|autotun|JIT compil|ninja: ",
+    "graphs": r"Capturing CUDA graph|Graph capturing",
+    "ready": r"Application startup complete|Uvicorn running on",
+}
+# What a server writes over and over while nothing moves, and what our own questions make it write.
+NO_PROGRESS = re.compile(
+    r"Waiting for \d+ local|No available shared memory broadcast block|\"GET /(v1/models|health|metrics|version)"
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a start failed: `pattern` is how the log says it, `what` how people do, `remedy` the next step."""
+
+    name: str
+    pattern: str
+    what: str
+    remedy: str
+
+
+# In order: what stands further up explains what stands further down, where a log has both.
+CAUSES = (
+    Cause(
+        "bad pair",
+        r"cannot import name 'PixtralRotaryEmbedding'|PixtralRotaryEmbedding",
+        "this vLLM and this transformers don't fit together: the Pixtral models can't be imported",
+        "use the image {image}, or install transformers 5.16.1",
+    ),
+    Cause(
+        "bad pair",
+        r"cannot import name '\w+' from '(transformers|huggingface_hub|tokenizers)[.']"
+        r"|ImportError: .*(transformers|huggingface[-_]hub|tokenizers)[><=!]=",
+        "this vLLM and the installed transformers (or what it needs) don't fit together",
+        "use the image {image}, whose versions were made for each other",
+    ),
+    Cause(
+        "bad pair",
+        r"undefined symbol|_C\.abi3\.so|ImportError: lib\w+\.so[.\d]*: cannot open shared object file",
+        "this vLLM and this torch or CUDA don't fit together",
+        "use the image {image}, or install vLLM anew in an environment of its own",
+    ),
+    Cause(
+        "driver",
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient"
+        r"|forward compatibility was attempted|unsupported display driver / cuda driver combination",
+        "the NVIDIA driver of this machine is too old for this build of vLLM (CUDA 12.6 is the least)",
+        "update the driver, or use a machine with a newer one (`nvidia-smi` shows both versions)",
+    ),
+    Cause(
+        "no GPU",
+        r"Found no NVIDIA driver|No CUDA GPUs are available|Failed to infer device type|no CUDA-capable device"
+        r"|libcuda\.so\.1: cannot open",
+        "vLLM finds no GPU on this machine",
+        "use a machine that has one (`nvidia-smi` must list it), or --server URL",
+    ),
+    Cause(
+        "nvcc",
+        r"Could not find nvcc|nvcc: not found|No such file or directory: 'nvcc'|nvcc fatal|Ninja build failed"
+        r"|ninja: build stopped|No such file or directory: 'ninja'|FlashInfer requires",
+        "FlashInfer compiles its kernels at the start, for which this machine lacks a fitting nvcc",
+        "set VLLM_USE_FLASHINFER_SAMPLER=0 (we do where it is not set), or use the image {image}",
+    ),
+    Cause(
+        "memory taken",
+        r"Free memory on device .*is less than desired GPU memory utilization",
+        "another process holds memory of the GPU",
+        "end it (`nvidia-smi` lists it), or give a lower --gpu-memory-utilization",
+    ),
+    Cause(
+        "KV cache",
+        r"KV cache is needed, which is larger than|No available memory for the cache blocks"
+        r"|larger than the maximum number of tokens that can be stored in KV cache",
+        "the memory that is left on the GPU does not hold one page of --max-model-len",
+        "give a smaller --max-model-len, a higher --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "CUDA memory",
+        r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        "the GPU's memory is full",
+        "give -- --max-num-seqs 64, a lower --gpu-memory-utilization, or a GPU with more memory",
+    ),
+    Cause(
+        "architecture",
+        r"are not supported for now|does not recognize this architecture|failed to be inspected"
+        r"|has no vLLM implementation|Unrecognized (model|configuration class)",
+        "this vLLM does not know the model's architecture: it is too old for it",
+        "use the image {image}",
+    ),
+    Cause(
+        "gated",
+        r"gated repo|GatedRepoError|401 Client Error|403 Client Error|403 Forbidden",
+        "the Hub refuses the model's weights to us: they are gated or private",
+        "ask for access on the model's page, and set HF_TOKEN (`-s HF_TOKEN` on a hosted GPU)",
+    ),
+    Cause(
+        "disk",
+        r"No space left on device|os error 28|Disk quota exceeded|Not enough free disk space",
+        "the disk is full",
+        "free some space, or point HF_HOME to a larger disk",
+    ),
+    Cause(
+        "weights",
+        r"is not a valid model identifier|RepositoryNotFoundError|404 Client Error|RevisionNotFoundError"
+        r"|Cannot find any model weights|LocalEntryNotFoundError|EntryNotFoundError|is not a local folder"
+        r"|Can't load the configuration of|does not appear to have a file named config\.json|Invalid repository ID",
+        "the model or its weights can't be found",
+        "check --model and --model-revision, and that the Hub can be reached (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN)",
+    ),
+    Cause(
+        "port",
+        r"[Aa]ddress already in use|\[Errno 98\]|EADDRINUSE",
+        "the port is taken",
+        "leave --port out, then a free one is taken; or use what runs there with --server",
+    ),
+    Cause(
+        "argument",
+        r"error: (unrecognized arguments|argument |ambiguous option|the following arguments are required)"
+        r"|invalid choice: |unexpected keyword argument|greater than the derived max_model_len",
+        "vLLM refuses one of its arguments",
+        "see what stands after -- (and --max-model-len) and `vllm serve --help=all`",
+    ),
+    Cause(
+        "shared memory",
+        r"Bus error|out of shared memory|insufficient shared memory",
+        "/dev/shm is too small",  # noqa: S108 - a message
+        "give the container more (`docker run --ipc=host`, or --shm-size 8g)",
+    ),
+    Cause(
+        "host memory",
+        r"MemoryError|Cannot allocate memory|std::bad_alloc|oom-kill|Killed$",
+        "the machine's own memory is full",
+        "use a machine with more of it",
+    ),
+)
+
+
+def phase_of(line: str) -> str | None:
+    """Return the phase of the start that this line of the log tells of."""
+    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, line)), None)
+
+
+def is_progress(line: str) -> bool:
+    """Whether the line shows that something moves."""
+    return bool(line.strip()) and not NO_PROGRESS.search(line)
+
+
+def find_cause(log: str) -> Cause | None:
+    """Return the reason that a log gives for a start that failed; None where none of the known ones is in it."""
+    return next((cause for cause in CAUSES if re.search(cause.pattern, log, re.MULTILINE)), None)
+
+
+def explanation(log: str, image: str, *, killed: bool = False) -> str:
+    """Say why a start failed and what to do, as the log and the image to use tell; empty where nothing is known.
+
+    `killed`: it ended by SIGKILL, which the kernel sends where memory has run out.
+    """
+    cause = find_cause(log)
+    if cause:
+        line = next(line for line in log.splitlines() if re.search(cause.pattern, line))
+        remedy = cause.remedy.format(image=image or "that the model's page names")
+        return f"{cause.what} ({_without_head(line)}): {remedy}"
+    return "it was killed, most likely as the machine's memory is full: use one with more of it" if killed else ""
+
+
+def _without_head(line: str) -> str:
+    """Return the message of a log line, without process, time and place, at most 300 characters of it."""
+    return re.sub(r"^(\([^)]*pid=\d+\) )*((INFO|WARNING|ERROR) [-\d]+ [:\d]+ (\[[^\]]+\])? ?)?", "", line).strip()[:300]
+
+
+# ---- spawn -----------------------------------------------------------------------------------------------------------
+# A server process of ours: in a process group of its own, its log in a file, and never alive after us.
+#
+# Beside the server, in its group and started before it, waits a shell that reads from a pipe which only we hold. When
+# we die in whatever way, SIGKILL included, the pipe ends and the shell ends the group: the server and all it started.
+
+
+LOG_LINES_SHOWN = 20
+LOG_BYTES_READ = 512 * 1024
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pages of memory
+# Variables by which `uv run` points Python at our environment: the server has its own.
+OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
+GUARD = (
+    "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
+    "kill -TERM 0; sleep 8; kill -KILL 0"
+)
+
+
+class Spawned:
+    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
+        self.log = log
+        self.ready = False
+        self._image = image
+        self._shared: set[Path] = set()
+        say(f"starting {shlex.join(command)}\n  its log: {log}")
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+        self.group = self._guard.pid
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=self.group,
+                )
+        except OSError as error:
+            self._end_guard()
+            raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
+
+    def how_it_ended(self) -> str | None:
+        """Say how and why the process has ended, with the end of its log; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = explanation(self.log_text(), self._image, killed=code == -signal.SIGKILL)
+        return f"the server ended by itself ({how}){': ' if why else ''}{why}. {self.log_words()}"
+
+    def log_text(self) -> str:
+        """Return the end of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_BYTES_READ))
+            return log.read().decode(errors="replace")
+
+    def log_words(self) -> str:
+        """Name the log and show its last lines."""
+        lines = self.log_text().splitlines()[-LOG_LINES_SHOWN:]
+        tail = "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
+        return f"The end of its log, {self.log}:\n{tail}"
+
+    def note_shared_memory(self) -> None:
+        """Remember what the group has in shared memory, to remove it should the group be killed."""
+        self._shared |= shared_files(group_members(self.group))
+
+    def end(self, patience_s: float = 10.0) -> None:
+        """End the process and all that it started: asked first, then killed; nothing of it stays in shared memory."""
+        self._send(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+            give_up_at = time.monotonic() + 3.0  # what tidies up after the server gets its time too
+            while time.monotonic() < give_up_at and set(group_members(self.group)) - {self.group}:
+                time.sleep(0.05)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        self._end_guard()
+
+    def kill(self) -> None:
+        """Kill the process group at once, without waiting."""
+        self.note_shared_memory()
+        self._send(signal.SIGKILL)
+        for file in self._shared:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+    def release(self) -> None:
+        """Let the server live on without us."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"release\n")
+        self._end_guard()
+        self._process.returncode = 0  # ours no more: Popen would warn of a child that still runs
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.group, number)
+
+    def _end_guard(self) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(1.0)
+            return
+        self._guard.kill()
+        self._guard.wait()
+
+
+class LogReader:
+    """Reads a log that grows, line by line; what a progress bar writes over counts as lines too."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_lines(self) -> Iterator[str]:
+        """Give what was written since the last call."""
+        with self._path.open("rb") as log:
+            log.seek(self._read)
+            new = log.read(LOG_BYTES_READ)
+        self._read += len(new)
+        yield from new.decode(errors="replace").replace("\r", "\n").splitlines()
+
+
+def group_members(group: int) -> list[int]:
+    """Return the processes of a group that run; none where there is no /proc."""
+    members: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                members.append(int(entry.parent.name))
+    return members
+
+
+def shared_files(processes: Sequence[int]) -> set[Path]:
+    """Return the files in shared memory, of the user's own, that these processes have mapped."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+                name = line.partition("/")[2]
+                if name.startswith("dev/shm/") and not name.endswith(" (deleted)"):
+                    found.add(Path(f"/{name}"))
+    return {file for file in found if file.parent == SHARED_MEMORY and _is_ours(file)}
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return file.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def server_environment(key: str, program: str) -> dict[str, str]:
+    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key.
+
+    `program` is what will be started: where it does not lie among our own programs, those go from PATH, so that the
+    server finds its Python and not ours.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+    ours = Path(sys.prefix, "bin")
+    found = shutil.which(program)
+    if sys.prefix != sys.base_prefix and found and Path(found).parent != ours:
+        kept = [part for part in environment.get("PATH", "").split(os.pathsep) if Path(part) != ours]
+        environment["PATH"] = os.pathsep.join(kept)
+    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
+    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
+
+
+# ---- transport -------------------------------------------------------------------------------------------------------
+# How a page travels to the engine: as a data URL, or to a server of our own as a file in shared memory.
+#
+# A file costs neither compression nor base64 nor megabytes of JSON, on either side. The pixels are the same on every
+# path.
+
+
+FOLDER_PREFIX = "lighton-ocr-pages-"
+SHARE_USED = 0.5  # of what is free there when we begin
+LEAST_BYTES = 64 * 1024**2  # with less there is no room for the pages in flight
+
+
+def _nothing() -> None:
+    """Release nothing."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The URL under which the engine finds a page; `release` gives back what it takes, once the page is answered."""
+
+    url: bytes
+    release: Callable[[], None] = field(default=_nothing, compare=False)
+
+
+class Transport(Protocol):
+    """Makes pages reachable for the engine. Called from many threads."""
+
+    def address(self, page: Page) -> Address:
+        """Return the address of a page."""
+
+
+class DataUrls:
+    """Pages travel in the request itself."""
+
+    def address(self, page: Page) -> Address:
+        """Return a data URL."""
+        return Address(data_url(page).encode())
+
+
+IN_REQUEST = DataUrls()
+
+
+class SharedFiles:
+    """Pages travel as files in shared memory, `most_bytes` at a time; what does not fit, as data URLs."""
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.folder = folder
+        self._most_bytes = most_bytes
+        self._taken = 0
+        self._written = 0
+        self._lock = threading.Lock()
+
+    def address(self, page: Page) -> Address:
+        """Write the page to a file and return its address; a data URL where there is no room."""
+        suffix = "bmp" if page.original is None else "jpg"
+        size = len(page.original or b"") or page.image.width * page.image.height * len(page.image.getbands()) + 4096
+        with self._lock:
+            if self._taken + size > self._most_bytes:
+                return IN_REQUEST.address(page)
+            self._taken += size
+            self._written += 1
+            path = self.folder / f"{self._written}.{suffix}"
+        try:
+            if page.original is None:
+                page.image.save(path, "BMP")
+            else:
+                path.write_bytes(page.original)
+        except OSError:
+            self._release(path, size)
+            return IN_REQUEST.address(page)
+        return Address(f"file://{path}".encode(), lambda: self._release(path, size))
+
+    def _release(self, path: Path, size: int) -> None:
+        path.unlink(missing_ok=True)
+        with self._lock:
+            self._taken -= size
+
+
+@contextlib.contextmanager
+def shared_folder(place: Path = SHARED_MEMORY) -> Iterator[SharedFiles | None]:
+    """Make a private folder in shared memory and remove it at the end; None where there is no room for one.
+
+    Folders that killed runs left behind are removed first: their name holds the process they belonged to.
+    """
+    try:
+        remove_orphans(place)
+        free = shutil.disk_usage(place).free
+        if free * SHARE_USED < LEAST_BYTES:
+            say(f"{place} has {free // 1024**2} MB free: pages travel in the requests (--shm-size sets it)")
+            yield None
+            return
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=place))
+    except OSError:
+        yield None
+        return
+    try:
+        yield SharedFiles(folder, int(free * SHARE_USED))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_orphans(place: Path) -> None:
+    """Remove the folders of runs that are no more."""
+    for folder in place.glob(f"{FOLDER_PREFIX}*-*"):
+        owner = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- ask -------------------------------------------------------------------------------------------------------------
+# A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
+#
+# Errors are of three kinds. Permanent: this page can't be asked; it becomes an error row. Transient: asked again after
+# a pause, longer each time, until the page's time is up. Systemic: every page would fail the same way; the run stops
+# and nothing is lost.
+
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+REFUSALS_THAT_STOP = 50  # so many refused pages and not one answered: it is not the pages
+PROBE_TOKENS = 16
+SEND_BYTES = 256 * 1024
+URL_PLACE = "\0page\0"  # stands in the JSON of a request where the page goes: no JSON text holds it unescaped
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the engine answers: `base_url` ends in `/v1`, `model` is the id that it serves the model under."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed: `kind` is `permanent`, `transient` or `systemic`; `retry_after_s` is the server's wish.
+
+    `trouble` is what it says of a server: `refused` (it has too much to do), `timeout`, or `failed`.
+    """
+
+    kind: str
+    reason: str
+    retry_after_s: float = 0.0
+    trouble: str = "failed"
+
+
+@dataclass(eq=False)
+class Visit:
+    """A page on its way through the server. `life` is that of the server it was last asked of, `strikes` its deaths."""
+
+    row: int
+    strikes: int = 0
+    life: int = 0
+    quarantined: bool = False
+
+    def reason(self) -> str:
+        """Say why a quarantined page has no text."""
+        return f"quarantined: the server died {self.strikes} times while it read this page, the last time with it alone"
+
+
+class Guard(Protocol):
+    """Who knows whether the server lives, and whose turn it is."""
+
+    def visit(self, row: int) -> AbstractContextManager[Visit]:
+        """Keep account of a page until it has its result."""
+
+    async def turn(self, visit: Visit) -> None:
+        """Wait until the page may be asked; look at `visit.quarantined` then."""
+
+    def answered(self, latency_s: float) -> None:
+        """Note that a page was answered."""
+
+    async def is_lost(self, visit: Visit) -> bool:
+        """Whether the server that the page was last asked of is gone."""
+
+    def watch(self) -> Coroutine[Any, Any, None]:
+        """Return never, or raise when the engine is gone for good."""
+
+
+class Body:
+    """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory.
+
+    `release` gives back what the page takes elsewhere, once it is answered.
+    """
+
+    def __init__(self, pieces: list[bytes], row: int, release: Callable[[], None]) -> None:
+        self.row = row
+        self.release = release
+        self.num_bytes = sum(map(len, pieces))
+        self._pieces = pieces[::-1]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while self._pieces:
+            piece = self._pieces.pop()
+            for start in range(0, len(piece), SEND_BYTES):
+                yield piece[start : start + SEND_BYTES]
+
+    def whole(self) -> bytes:
+        """Return all of it at once."""
+        return b"".join(reversed(self._pieces))
+
+
+def request_body(page: Page, row: int, question: Question, model: str, transport: Transport = IN_REQUEST) -> Body:
+    """Return the JSON body of the chat completion that asks `question` about `page`."""
+    address = transport.address(page)
+    image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
+    request: dict[str, Any] = {
+        "model": model,
+        "messages": page_messages(question, image),
+        **page_sampling(question, row),
+    }
+    if question.chat_template_kwargs:
+        request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
+    head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
+    return Body([head.encode(), address.url, tail.encode()], row, address.release)
+
+
+class Asker:
+    """Asks one endpoint about pages. `retry_for_s`: how long after its first failure a page is asked again."""
+
+    def __init__(
+        self,
+        client: AsyncOpenAI,
+        model: str,
+        question: Question,
+        *,
+        retry_for_s: float,
+        on_retry: Callable[[Failure], None],
+        guard: Guard,
+        transport: Transport = IN_REQUEST,
+    ) -> None:
+        self._transport = transport
+        self.watch = guard.watch
+        self._guard = guard
+        self._client = client
+        self._model = model
+        self._question = question
+        self._retry_for_s = retry_for_s
+        self._on_retry = on_retry
+        self._last_answer = float("-inf")
+        self._refusals_before_any_answer = 0
+
+    def encode(self, page: Page, row: int) -> Body:
+        """Make the request for a page: work for a thread."""
+        return request_body(page, row, self._question, self._model, self._transport)
+
+    async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
+
+        Raises `EngineError` where the fault is not the page's.
+        """
+        with self._guard.visit(body.row) as visit:
+            return await self._ask(visit, body, again)
+
+    async def _ask(self, visit: Visit, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
+        attempts = life = 0
+        give_up_at = failed_at = float("inf")
+        request: Body | Refusal = body
+        while not isinstance(request, Refusal):
+            await self._guard.turn(visit)
+            if visit.quarantined:
+                return PageResult(None, "error", error=visit.reason(), attempts=attempts)
+            if life != visit.life:  # another server, another chance
+                life, give_up_at, failed_at = visit.life, float("inf"), float("inf")
+            attempts += 1
+            started = time.monotonic()
+            try:
+                answer = await self._send(request)
+                result = answered(answer, attempts, time.monotonic() - started)
+            except Exception as error:  # noqa: BLE001 - the page boundary: sorted, counted, never swallowed
+                failure = sort_error(error)
+            else:
+                self._last_answer = time.monotonic()
+                self._guard.answered(result.latency_s)
+                return result
+            if failure.kind == "transient" and await self._guard.is_lost(visit):
+                self._on_retry(failure)
+                await self._guard.turn(visit)  # the page is made anew when it can be sent, not for the wait
+                request = await again()
+                continue
+            now = time.monotonic()
+            give_up_at = min(give_up_at, now + self._retry_for_s)
+            if failure.kind == "transient" and now < give_up_at:
+                failed_at = now
+                self._on_retry(failure)
+                await asyncio.sleep(pause_s(attempts, failure.retry_after_s, give_up_at - now))
+                request = await again()
+                continue
+            await self._stop_if_systemic(failure, since=min(failed_at, started))
+            return PageResult(None, "error", error=f"{failure.reason} (attempt {attempts})", attempts=attempts)
+        return refused(request.status, request.reason)
+
+    async def _is_answering(self) -> bool:
+        """Whether the engine answers a small page of ours."""
+        question = replace(self._question, max_tokens=PROBE_TOKENS)
+        try:
+            answered(await self._send(request_body(probe_page(), 0, question, self._model)), 1, 0.0)
+        except Exception:  # noqa: BLE001 - whatever it was, it is no answer
+            return False
+        return True
+
+    async def _send(self, body: Body) -> Any:
+        from openai.types.chat import ChatCompletion
+
+        headers = {"Content-Type": "application/json", "Content-Length": str(body.num_bytes)}
+        try:
+            return await self._client.post(
+                "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
+            )
+        finally:
+            body.release()
+
+    async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
+        """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""
+        if failure.kind == "systemic":
+            raise EngineError(failure.reason)
+        # The last page of a run has no others beside it to show that the engine answers.
+        if failure.kind == "transient" and self._last_answer < since and not await self._is_answering():
+            raise EngineError(
+                f"no page was answered for {self._retry_for_s:.0f} s; the last error was: {failure.reason}. "
+                "Look at the server; the same command goes on where this run stopped"
+            )
+        if failure.kind == "permanent" and self._last_answer == float("-inf"):
+            self._refusals_before_any_answer += 1
+            if self._refusals_before_any_answer >= REFUSALS_THAT_STOP:
+                raise EngineError(
+                    f"the first {REFUSALS_THAT_STOP} pages were all refused, the last with: {failure.reason}. "
+                    "Check the model, --max-tokens and the server's --max-model-len"
+                )
+
+
+def probe_page() -> Page:
+    """Draw a small page that any engine that works can read."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("L", (280, 84), "white")
+    ImageDraw.Draw(image).text((20, 30), "page", fill="black")
+    return Page(image, original=None)
+
+
+def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
+    """Read a chat completion; raise `ValueError` where something else came back with status 200, as from a proxy."""
+    if not getattr(answer, "choices", None):
+        raise ValueError(repr(answer)[:200])
+    choice = answer.choices[0]
+    usage = answer.usage
+    return result_of_answer(
+        choice.message.content,
+        choice.finish_reason,
+        tokens=usage.completion_tokens if usage else None,
+        prompt_tokens=usage.prompt_tokens if usage else None,
+        attempts=attempts,
+        latency_s=latency_s,
+    )
+
+
+def sort_error(error: Exception) -> Failure:
+    """Sort what a request raised."""
+    import openai
+
+    if isinstance(error, openai.APITimeoutError):
+        return Failure("transient", "the request timed out (--request-timeout)", trouble="timeout")
+    if isinstance(error, openai.APIConnectionError):
+        return Failure("transient", f"connection failed: {_root_cause(error)}")
+    if isinstance(error, openai.APIStatusError):
+        reason = f"HTTP {error.status_code}: {_server_words(error)}"
+        if error.status_code in {401, 403}:
+            return Failure(
+                "systemic", f"{reason}. The server refuses our key: set the variable that --api-key-env names"
+            )
+        if error.status_code == 404:
+            return Failure("systemic", f"{reason}. Check --server and --model")
+        if error.status_code in {408, 409, 425, 429} or error.status_code >= 500:
+            trouble = {408: "timeout", 429: "refused", 503: "refused"}.get(error.status_code, "failed")
+            return Failure("transient", reason, retry_after_s(error.response.headers.get("retry-after")), trouble)
+        return Failure("permanent", reason)
+    return Failure("transient", f"no chat completion came back: {type(error).__name__}: {error}")
+
+
+def _server_words(error: Any) -> str:
+    body = error.body
+    words = body.get("message") if isinstance(body, dict) else body
+    return str(words or error.message)[:500]
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def retry_after_s(header: str | None) -> float:
+    """Read a Retry-After header, seconds or a date; 0 where there is none or it is unreadable."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
+    """Return how long to wait before the next attempt: exponential with full jitter, no shorter than the server's wish.
+
+    Never longer than what is left of the page's time.
+    """
+    ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 10))
+    return min(left_s, wished_s + random.uniform(0, ceiling))  # noqa: S311 - jitter, not a secret
 
 
 # ---- source ----------------------------------------------------------------------------------------------------------
@@ -4545,366 +5025,6 @@ def _read_answer(body: bytes) -> PageResult:
         ) from error
 
 
-# ---- startup ---------------------------------------------------------------------------------------------------------
-# What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has failed.
-#
-# A start takes minutes in which nobody answers; only the log tells a download from a hang. A start that failed leaves a
-# traceback of hundreds of lines, of which one tells what to do.
-
-
-# A phase of the start → what stands in the log when it begins or goes on.
-PHASES = {
-    "download": r"Fetching \d+ files|Downloading|\.safetensors: +\d+%|Time spent downloading weights",
-    "weights": r"Starting to load model|Loading (safetensors|pt) checkpoint shards|Loading weights took",
-    "compile": r"torch\.compile|Dynamo bytecode transform|Compiling a graph|autotun|JIT compil|ninja: ",
-    "graphs": r"Capturing CUDA graph|Graph capturing",
-    "ready": r"Application startup complete|Uvicorn running on",
-}
-# What a server writes over and over while nothing moves, and what our own questions make it write.
-NO_PROGRESS = re.compile(
-    r"Waiting for \d+ local|No available shared memory broadcast block|\"GET /(v1/models|health|metrics|version)"
-)
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a start failed: `pattern` is how the log says it, `what` how people do, `remedy` the next step."""
-
-    name: str
-    pattern: str
-    what: str
-    remedy: str
-
-
-# In order: what stands further up explains what stands further down, where a log has both.
-CAUSES = (
-    Cause(
-        "bad pair",
-        r"cannot import name 'PixtralRotaryEmbedding'|PixtralRotaryEmbedding",
-        "this vLLM and this transformers don't fit together: the Pixtral models can't be imported",
-        "use the image {image}, or install transformers 5.16.1",
-    ),
-    Cause(
-        "bad pair",
-        r"cannot import name '\w+' from '(transformers|huggingface_hub|tokenizers)[.']"
-        r"|ImportError: .*(transformers|huggingface[-_]hub|tokenizers)[><=!]=",
-        "this vLLM and the installed transformers (or what it needs) don't fit together",
-        "use the image {image}, whose versions were made for each other",
-    ),
-    Cause(
-        "bad pair",
-        r"undefined symbol|_C\.abi3\.so|ImportError: lib\w+\.so[.\d]*: cannot open shared object file",
-        "this vLLM and this torch or CUDA don't fit together",
-        "use the image {image}, or install vLLM anew in an environment of its own",
-    ),
-    Cause(
-        "driver",
-        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient"
-        r"|forward compatibility was attempted|unsupported display driver / cuda driver combination",
-        "the NVIDIA driver of this machine is too old for this build of vLLM (CUDA 12.6 is the least)",
-        "update the driver, or use a machine with a newer one (`nvidia-smi` shows both versions)",
-    ),
-    Cause(
-        "no GPU",
-        r"Found no NVIDIA driver|No CUDA GPUs are available|Failed to infer device type|no CUDA-capable device"
-        r"|libcuda\.so\.1: cannot open",
-        "vLLM finds no GPU on this machine",
-        "use a machine that has one (`nvidia-smi` must list it), or --server URL",
-    ),
-    Cause(
-        "nvcc",
-        r"Could not find nvcc|nvcc: not found|No such file or directory: 'nvcc'|nvcc fatal|Ninja build failed"
-        r"|ninja: build stopped|No such file or directory: 'ninja'|FlashInfer requires",
-        "FlashInfer compiles its kernels at the start, for which this machine lacks a fitting nvcc",
-        "set VLLM_USE_FLASHINFER_SAMPLER=0 (we do where it is not set), or use the image {image}",
-    ),
-    Cause(
-        "memory taken",
-        r"Free memory on device .*is less than desired GPU memory utilization",
-        "another process holds memory of the GPU",
-        "end it (`nvidia-smi` lists it), or give a lower --gpu-memory-utilization",
-    ),
-    Cause(
-        "KV cache",
-        r"KV cache is needed, which is larger than|No available memory for the cache blocks"
-        r"|larger than the maximum number of tokens that can be stored in KV cache",
-        "the memory that is left on the GPU does not hold one page of --max-model-len",
-        "give a smaller --max-model-len, a higher --gpu-memory-utilization, or a GPU with more memory",
-    ),
-    Cause(
-        "CUDA memory",
-        r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
-        "the GPU's memory is full",
-        "give -- --max-num-seqs 64, a lower --gpu-memory-utilization, or a GPU with more memory",
-    ),
-    Cause(
-        "architecture",
-        r"are not supported for now|does not recognize this architecture|failed to be inspected"
-        r"|has no vLLM implementation|Unrecognized (model|configuration class)",
-        "this vLLM does not know the model's architecture: it is too old for it",
-        "use the image {image}",
-    ),
-    Cause(
-        "gated",
-        r"gated repo|GatedRepoError|401 Client Error|403 Client Error|403 Forbidden",
-        "the Hub refuses the model's weights to us: they are gated or private",
-        "ask for access on the model's page, and set HF_TOKEN (`-s HF_TOKEN` on a hosted GPU)",
-    ),
-    Cause(
-        "disk",
-        r"No space left on device|os error 28|Disk quota exceeded|Not enough free disk space",
-        "the disk is full",
-        "free some space, or point HF_HOME to a larger disk",
-    ),
-    Cause(
-        "weights",
-        r"is not a valid model identifier|RepositoryNotFoundError|404 Client Error|RevisionNotFoundError"
-        r"|Cannot find any model weights|LocalEntryNotFoundError|EntryNotFoundError|is not a local folder"
-        r"|Can't load the configuration of|does not appear to have a file named config\.json|Invalid repository ID",
-        "the model or its weights can't be found",
-        "check --model and --model-revision, and that the Hub can be reached (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN)",
-    ),
-    Cause(
-        "port",
-        r"[Aa]ddress already in use|\[Errno 98\]|EADDRINUSE",
-        "the port is taken",
-        "leave --port out, then a free one is taken; or use what runs there with --server",
-    ),
-    Cause(
-        "argument",
-        r"error: (unrecognized arguments|argument |ambiguous option|the following arguments are required)"
-        r"|invalid choice: |unexpected keyword argument|greater than the derived max_model_len",
-        "vLLM refuses one of its arguments",
-        "see what stands after -- (and --max-model-len) and `vllm serve --help=all`",
-    ),
-    Cause(
-        "shared memory",
-        r"Bus error|out of shared memory|insufficient shared memory",
-        "/dev/shm is too small",  # noqa: S108 - a message
-        "give the container more (`docker run --ipc=host`, or --shm-size 8g)",
-    ),
-    Cause(
-        "host memory",
-        r"MemoryError|Cannot allocate memory|std::bad_alloc|oom-kill|Killed$",
-        "the machine's own memory is full",
-        "use a machine with more of it",
-    ),
-)
-
-
-def phase_of(line: str) -> str | None:
-    """Return the phase of the start that this line of the log tells of."""
-    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, line)), None)
-
-
-def is_progress(line: str) -> bool:
-    """Whether the line shows that something moves."""
-    return bool(line.strip()) and not NO_PROGRESS.search(line)
-
-
-def find_cause(log: str) -> Cause | None:
-    """Return the reason that a log gives for a start that failed; None where none of the known ones is in it."""
-    return next((cause for cause in CAUSES if re.search(cause.pattern, log, re.MULTILINE)), None)
-
-
-def explanation(log: str, image: str, *, killed: bool = False) -> str:
-    """Say why a start failed and what to do, as the log and the image to use tell; empty where nothing is known.
-
-    `killed`: it ended by SIGKILL, which the kernel sends where memory has run out.
-    """
-    cause = find_cause(log)
-    if cause:
-        line = next(line for line in log.splitlines() if re.search(cause.pattern, line))
-        remedy = cause.remedy.format(image=image or "that the model's page names")
-        return f"{cause.what} ({_without_head(line)}): {remedy}"
-    return "it was killed, most likely as the machine's memory is full: use one with more of it" if killed else ""
-
-
-def _without_head(line: str) -> str:
-    """Return the message of a log line, without process, time and place, at most 300 characters of it."""
-    return re.sub(r"^(\([^)]*pid=\d+\) )*((INFO|WARNING|ERROR) [-\d]+ [:\d]+ (\[[^\]]+\])? ?)?", "", line).strip()[:300]
-
-
-# ---- spawn -----------------------------------------------------------------------------------------------------------
-# A server process of ours: in a process group of its own, its log in a file, and never alive after us.
-#
-# Beside the server, in its group and started before it, waits a shell that reads from a pipe which only we hold. When
-# we die in whatever way, SIGKILL included, the pipe ends and the shell ends the group: the server and all it started.
-
-
-LOG_LINES_SHOWN = 20
-LOG_BYTES_READ = 512 * 1024
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pages of memory
-# Variables by which `uv run` points Python at our environment: the server has its own.
-OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
-GUARD = (
-    "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
-    "kill -TERM 0; sleep 8; kill -KILL 0"
-)
-
-
-class Spawned:
-    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
-        self.log = log
-        self.ready = False
-        self._image = image
-        self._shared: set[Path] = set()
-        say(f"starting {shlex.join(command)}\n  its log: {log}")
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-        )
-        self.group = self._guard.pid
-        try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    process_group=self.group,
-                )
-        except OSError as error:
-            self._end_guard()
-            raise EngineError(f"can't start {command[0]!r}: {error}; check --serve-command") from error
-
-    def how_it_ended(self) -> str | None:
-        """Say how and why the process has ended, with the end of its log; None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        why = explanation(self.log_text(), self._image, killed=code == -signal.SIGKILL)
-        return f"the server ended by itself ({how}){': ' if why else ''}{why}. {self.log_words()}"
-
-    def log_text(self) -> str:
-        """Return the end of the log."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - LOG_BYTES_READ))
-            return log.read().decode(errors="replace")
-
-    def log_words(self) -> str:
-        """Name the log and show its last lines."""
-        lines = self.log_text().splitlines()[-LOG_LINES_SHOWN:]
-        tail = "\n".join(f"  | {line}" for line in lines) or "  (it wrote nothing)"
-        return f"The end of its log, {self.log}:\n{tail}"
-
-    def note_shared_memory(self) -> None:
-        """Remember what the group has in shared memory, to remove it should the group be killed."""
-        self._shared |= shared_files(group_members(self.group))
-
-    def end(self, patience_s: float = 10.0) -> None:
-        """End the process and all that it started: asked first, then killed; nothing of it stays in shared memory."""
-        self._send(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
-            give_up_at = time.monotonic() + 3.0  # what tidies up after the server gets its time too
-            while time.monotonic() < give_up_at and set(group_members(self.group)) - {self.group}:
-                time.sleep(0.05)
-        self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
-        self._end_guard()
-
-    def kill(self) -> None:
-        """Kill the process group at once, without waiting."""
-        self.note_shared_memory()
-        self._send(signal.SIGKILL)
-        for file in self._shared:
-            with contextlib.suppress(OSError):
-                file.unlink()
-
-    def release(self) -> None:
-        """Let the server live on without us."""
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(b"release\n")
-        self._end_guard()
-        self._process.returncode = 0  # ours no more: Popen would warn of a child that still runs
-
-    def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.group, number)
-
-    def _end_guard(self) -> None:
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(1.0)
-            return
-        self._guard.kill()
-        self._guard.wait()
-
-
-class LogReader:
-    """Reads a log that grows, line by line; what a progress bar writes over counts as lines too."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    def new_lines(self) -> Iterator[str]:
-        """Give what was written since the last call."""
-        with self._path.open("rb") as log:
-            log.seek(self._read)
-            new = log.read(LOG_BYTES_READ)
-        self._read += len(new)
-        yield from new.decode(errors="replace").replace("\r", "\n").splitlines()
-
-
-def group_members(group: int) -> list[int]:
-    """Return the processes of a group that run; none where there is no /proc."""
-    members: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, its_group = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                members.append(int(entry.parent.name))
-    return members
-
-
-def shared_files(processes: Sequence[int]) -> set[Path]:
-    """Return the files in shared memory, of the user's own, that these processes have mapped."""
-    found: set[Path] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
-                name = line.partition("/")[2]
-                if name.startswith("dev/shm/") and not name.endswith(" (deleted)"):
-                    found.add(Path(f"/{name}"))
-    return {file for file in found if file.parent == SHARED_MEMORY and _is_ours(file)}
-
-
-def _is_ours(file: Path) -> bool:
-    try:
-        return file.stat().st_uid == os.geteuid()
-    except OSError:
-        return False
-
-
-def server_environment(key: str, program: str) -> dict[str, str]:
-    """Return the environment of a spawned server: ours, without what `uv run` set for us, and the key.
-
-    `program` is what will be started: where it does not lie among our own programs, those go from PATH, so that the
-    server finds its Python and not ours.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-    ours = Path(sys.prefix, "bin")
-    found = shutil.which(program)
-    if sys.prefix != sys.base_prefix and found and Path(found).parent != ours:
-        kept = [part for part in environment.get("PATH", "").split(os.pathsep) if Path(part) != ours]
-        environment["PATH"] = os.pathsep.join(kept)
-    # FlashInfer's sampler is compiled by nvcc, which the plain image lacks: engine start would crash.
-    environment.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    return {**environment, "VLLM_API_KEY": key, "LLAMA_API_KEY": key}
-
-
 # ---- serve -----------------------------------------------------------------------------------------------------------
 # The server: one that runs already, or `vllm serve` spawned here and ended with us.
 #
@@ -4914,6 +5034,7 @@ def server_environment(key: str, program: str) -> dict[str, str]:
 
 
 POLL_S = 0.5
+MEDIA_FLAG = "--allowed-local-media-path"
 STOPPED = "the run was stopped while its server was starting"
 
 
@@ -4949,8 +5070,9 @@ class Server:
 class Keeper:
     """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""
 
-    def __init__(self, wanted: Wanted, host: str, port: int) -> None:
+    def __init__(self, wanted: Wanted, host: str, port: int, pages: SharedFiles | None = None) -> None:
         self.spawned: Spawned | None = None
+        self.pages = pages
         self._wanted = wanted
         self._host, self._port = host, port
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -5044,16 +5166,26 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
-    keeper = Keeper(wanted, host, port)
-    try:
-        yield keeper.start()
-    except BaseException:
-        keeper.end()
-        raise
-    if wanted.keep:
-        keeper.leave_running()
-    else:
-        keeper.end()
+    with _shared_pages(wanted) as pages:
+        if pages:
+            flags = (MEDIA_FLAG, str(pages.folder))
+            wanted = replace(wanted, vllm_args=(*wanted.vllm_args, *flags))
+        keeper = Keeper(wanted, host, port, pages)
+        try:
+            yield keeper.start()
+        except BaseException:
+            keeper.end()
+            raise
+        if wanted.keep:
+            keeper.leave_running()
+        else:
+            keeper.end()
+
+
+def _shared_pages(wanted: Wanted) -> AbstractContextManager[SharedFiles | None]:
+    """Make a folder through which pages reach the vLLM that we start; none where it is not vLLM or has another one."""
+    has_another = any(word.partition("=")[0] == MEDIA_FLAG for word in wanted.vllm_args)
+    return contextlib.nullcontext() if wanted.command is not None or has_another else shared_folder()
 
 
 def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
@@ -5619,6 +5751,7 @@ async def drive(
             retry_for_s=options.retry_for,
             on_retry=note_retry,
             guard=Supervisor(server, vigilance, tally.restarted),
+            transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
         )
         gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)

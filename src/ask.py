@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import EngineError
-from .pages import Page, Refusal, data_url
+from .pages import Page, Refusal
 from .question import Question, page_messages, page_sampling
 from .result import PageResult, refused, result_of_answer
+from .transport import IN_REQUEST, Transport
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -89,10 +90,14 @@ class Guard(Protocol):
 
 
 class Body:
-    """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory."""
+    """The body of one request, given away piece by piece as it is sent: a page in flight holds no memory.
 
-    def __init__(self, pieces: list[bytes], row: int) -> None:
+    `release` gives back what the page takes elsewhere, once it is answered.
+    """
+
+    def __init__(self, pieces: list[bytes], row: int, release: Callable[[], None]) -> None:
         self.row = row
+        self.release = release
         self.num_bytes = sum(map(len, pieces))
         self._pieces = pieces[::-1]
 
@@ -107,8 +112,9 @@ class Body:
         return b"".join(reversed(self._pieces))
 
 
-def request_body(page: Page, row: int, question: Question, model: str) -> Body:
+def request_body(page: Page, row: int, question: Question, model: str, transport: Transport = IN_REQUEST) -> Body:
     """Return the JSON body of the chat completion that asks `question` about `page`."""
+    address = transport.address(page)
     image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
     request: dict[str, Any] = {
         "model": model,
@@ -118,7 +124,7 @@ def request_body(page: Page, row: int, question: Question, model: str) -> Body:
     if question.chat_template_kwargs:
         request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
     head, tail = json.dumps(request).split(json.dumps(URL_PLACE)[1:-1])
-    return Body([head.encode(), data_url(page).encode(), tail.encode()], row)
+    return Body([head.encode(), address.url, tail.encode()], row, address.release)
 
 
 class Asker:
@@ -133,7 +139,9 @@ class Asker:
         retry_for_s: float,
         on_retry: Callable[[Failure], None],
         guard: Guard,
+        transport: Transport = IN_REQUEST,
     ) -> None:
+        self._transport = transport
         self.watch = guard.watch
         self._guard = guard
         self._client = client
@@ -146,7 +154,7 @@ class Asker:
 
     def encode(self, page: Page, row: int) -> Body:
         """Make the request for a page: work for a thread."""
-        return request_body(page, row, self._question, self._model)
+        return request_body(page, row, self._question, self._model, self._transport)
 
     async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
         """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
@@ -207,9 +215,12 @@ class Asker:
         from openai.types.chat import ChatCompletion
 
         headers = {"Content-Type": "application/json", "Content-Length": str(body.num_bytes)}
-        return await self._client.post(
-            "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
-        )
+        try:
+            return await self._client.post(
+                "/chat/completions", cast_to=ChatCompletion, content=body, options={"headers": headers}
+            )
+        finally:
+            body.release()
 
     async def _stop_if_systemic(self, failure: Failure, since: float) -> None:
         """Raise `EngineError` where the fault is not the page's: `since` is when its last attempt but one failed."""

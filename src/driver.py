@@ -18,6 +18,7 @@ from .report import beside, progress_shown, say
 from .serve import Server, Wanted
 from .steering import Steering
 from .supervise import Supervisor, Vigilance
+from .transport import IN_REQUEST
 from .trust import required
 from .web import fetch, is_local
 from .window import Window
@@ -126,6 +127,7 @@ async def drive(
             retry_for_s=options.retry_for,
             on_retry=note_retry,
             guard=Supervisor(server, vigilance, tally.restarted),
+            transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
         )
         gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)

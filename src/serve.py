@@ -18,7 +18,8 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from .errors import EngineError, UsageError
 from .report import duration, say
 from .spawn import LogReader, Spawned, server_environment
 from .startup import is_progress, phase_of
+from .transport import SharedFiles, shared_folder
 from .trust import Trust, check_canary, check_context, check_version, installed_versions
 from .web import base_url, fetch, is_local
 
 POLL_S = 0.5
+MEDIA_FLAG = "--allowed-local-media-path"
 STOPPED = "the run was stopped while its server was starting"
 
 
@@ -67,8 +70,9 @@ class Server:
 class Keeper:
     """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""
 
-    def __init__(self, wanted: Wanted, host: str, port: int) -> None:
+    def __init__(self, wanted: Wanted, host: str, port: int, pages: SharedFiles | None = None) -> None:
         self.spawned: Spawned | None = None
+        self.pages = pages
         self._wanted = wanted
         self._host, self._port = host, port
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -162,16 +166,26 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
-    keeper = Keeper(wanted, host, port)
-    try:
-        yield keeper.start()
-    except BaseException:
-        keeper.end()
-        raise
-    if wanted.keep:
-        keeper.leave_running()
-    else:
-        keeper.end()
+    with _shared_pages(wanted) as pages:
+        if pages:
+            flags = (MEDIA_FLAG, str(pages.folder))
+            wanted = replace(wanted, vllm_args=(*wanted.vllm_args, *flags))
+        keeper = Keeper(wanted, host, port, pages)
+        try:
+            yield keeper.start()
+        except BaseException:
+            keeper.end()
+            raise
+        if wanted.keep:
+            keeper.leave_running()
+        else:
+            keeper.end()
+
+
+def _shared_pages(wanted: Wanted) -> AbstractContextManager[SharedFiles | None]:
+    """Make a folder through which pages reach the vLLM that we start; none where it is not vLLM or has another one."""
+    has_another = any(word.partition("=")[0] == MEDIA_FLAG for word in wanted.vllm_args)
+    return contextlib.nullcontext() if wanted.command is not None or has_another else shared_folder()
 
 
 def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:

@@ -163,6 +163,11 @@ class Running:
             text=True,
         )
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self._process.send_signal(number)

@@ -702,6 +702,10 @@ class Stub:
             body = self._parse(request, await request.read())
             page = self._page_of(body)
             self.stats.asked(page, body)
+            if self.options.arrivals:
+                append_line(
+                    self.options.arrivals, json.dumps({"pid": os.getpid(), "time": time.time(), "tag": page.tag})
+                )
             response = await self._answer(request, body, page)
             outcome = "reset" if request.transport is None or request.transport.is_closing() else str(response.status)
         except RefusalError as refusal:
@@ -711,17 +715,19 @@ class Stub:
             raise
         finally:
             self.stats.in_flight -= 1
-            self._record(page, outcome)
+            self._record(page, outcome, request.get("answer"))
         self._maybe_die()
         return response
 
-    def _record(self, page: Page, outcome: str) -> None:
+    def _record(self, page: Page, outcome: str, answer: Answer | None) -> None:
         if outcome.isdigit():
             self.stats.statuses[outcome] += 1
         elif outcome == "reset":
             self.stats.resets += 1
         if self.options.journal:
             entry = {"pid": os.getpid(), "time": time.time(), "outcome": outcome, "page": page.digest, "tag": page.tag}
+            if answer:
+                entry |= {"finish": answer.finish_reason, "tokens": answer.completion_tokens, "text": answer.text}
             append_line(self.options.journal, json.dumps(entry))
 
     def _parse(self, request: web.Request, raw: bytes) -> dict[str, Any]:
@@ -791,7 +797,7 @@ class Stub:
         if fault and fault.kind in ERROR_KINDS:
             return self._fail(request, fault)
         seed = body.get("seed") if self.options.seeded_text else None
-        answer = answer_for(page, fault, prompt_tokens, max_tokens, seed)
+        answer = request["answer"] = answer_for(page, fault, prompt_tokens, max_tokens, seed)
         if fault and fault.kind == "half_close":
             return await self._half_close(request, completion_body(answer, self.names[0], self.fingerprint))
         response = await self._send(request, body, answer)
@@ -979,6 +985,7 @@ def build_parser() -> argparse.ArgumentParser:
     faults.add_argument("--die-at-start", default="", metavar="TEXT", help="TEXT to stderr, exit 1")
     faults.add_argument("--ignore-sigterm", action="store_true", help="only SIGKILL ends it")
     faults.add_argument("--journal", default="", metavar="FILE", help="append one JSON line per completion request")
+    faults.add_argument("--arrivals", default="", metavar="FILE", help="append one JSON line as a request arrives")
     return parser
 
 

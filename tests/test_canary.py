@@ -22,8 +22,9 @@ from src.canary import (
     what_is_wrong,
 )
 from src.errors import UsageError
+from src.ink import is_blank
 from src.models import ModelProfile, catalogue, find_profile, serve_option
-from src.pages import Page, is_blank
+from src.pages import Page
 from src.question import Question
 from src.result import result_of_answer
 

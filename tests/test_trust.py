@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from src.canary import CANARY_LINES, CANARY_SIZE_PX
+from src.canary import CANARY_SIZE_PX
 from tests.runs import (
     STUB,
     Ended,
@@ -30,13 +30,13 @@ from tests.runs import (
     wait_until,
     write_pages,
 )
+from tests.servers import READABLE, Server, assert_gone, fault
 from tests.stub_vllm import StubVllm, read_journal, tagged_png
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CANARY_SIZE = "{}x{}".format(*CANARY_SIZE_PX)
-READABLE = json.dumps({"kind": "answer", "text": "\n".join(CANARY_LINES), "size": CANARY_SIZE})
 
 
 @pytest.fixture(autouse=True)
@@ -49,60 +49,6 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pages(tmp_path: Path) -> Path:
     return write_pages(tmp_path / "pages.parquet", 40)
-
-
-class Server:
-    """A `--serve-command` of stubs: each start has its own options, the last ones stay; a journal of them all."""
-
-    def __init__(self, folder: Path, *starts: str) -> None:
-        self.folder = folder / "server"
-        self.folder.mkdir()
-        self.journal = self.folder / "journal"
-        for number, options in enumerate(starts):
-            (self.folder / f"options-{number}").write_text(options)
-        stub = shlex.join([sys.executable, str(STUB), "--read-tag", "--journal", str(self.journal)])
-        script = (
-            f"cd {shlex.quote(str(self.folder))}\n"
-            "echo $$ >> pids\nn=$(($(wc -l < pids) - 1))\n"
-            f"while [ ! -f options-$n ]; do n=$((n - 1)); done\n"
-            f'eval "exec {stub} $(cat options-$n) \\"\\$@\\""\n'
-        )
-        (self.folder / "serve.sh").write_text(script)
-        self.command = f"sh {shlex.quote(str(self.folder / 'serve.sh'))}"
-
-    @property
-    def words(self) -> list[str]:
-        """The options that start it."""
-        return ["--serve-command", self.command]
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes so far."""
-        file = self.folder / "pids"
-        return [int(line) for line in file.read_text().split()] if file.exists() else []
-
-    def asked(self) -> dict[str, int]:
-        """How often each page was asked about and the server lived to tell."""
-        counts: dict[str, int] = {}
-        for entry in read_journal(self.journal):
-            counts[entry["tag"]] = counts.get(entry["tag"], 0) + 1
-        return counts
-
-    def answers(self) -> dict[str, int]:
-        """How often each page was answered."""
-        counts: dict[str, int] = {}
-        for entry in read_journal(self.journal):
-            if entry["outcome"] == "200":
-                counts[entry["tag"]] = counts.get(entry["tag"], 0) + 1
-        return counts
-
-
-def fault(spec: str) -> str:
-    return f"--fault {shlex.quote(spec)}"
-
-
-def assert_gone(server: Server) -> None:
-    wait_until(lambda: not any(is_running(pid) for pid in server.pids), "the servers are gone")
 
 
 # --- the canary ------------------------------------------------------------------------------------------------------

@@ -121,7 +121,13 @@ def test_pages_that_take_too_long_are_too_many() -> None:
     decision = decided(ready(latency_s=600.0, phase="ramp"), late)
     assert (decision.rule, decision.limit) == ("late", 28)
     assert outcome(decision.state, replace(late, in_flight=28, now=100.5))[1] == 28
-    assert outcome(ready(latency_s=600.0), late)[0] == "hold"  # in a steady window a whole round is waited for
+    assert outcome(ready(latency_s=600.0), late)[0] == "hold"  # a steady window goes by its throughput
+
+
+def test_more_than_can_be_answered_in_time_are_too_many() -> None:
+    slow = ready(200, round_at=0.0, round_done=990, round_size=200, round_full_s=100.0)  # 20 answers in 100 s
+    assert outcome(slow, sight(200)) == ("late", 54)
+    assert outcome(replace(slow, limit=50), sight(50))[0] == "hold"
 
 
 def test_a_long_queue_is_trimmed_to_a_short_one() -> None:
@@ -562,7 +568,7 @@ def test_where_pages_take_two_minutes_the_gauges_spare_the_wait_for_answers() ->
     assert max(course.limits_in(0, 60)) >= 0.9 * 512
     assert course.seconds_to(0.9 * ceiling, over_s=20.0) <= 60
     blind, _, _ = course_of("512 slots, 4.3/s", gauges=False)
-    assert blind.seconds_to(0.9 * ceiling, over_s=20.0) <= 600
+    assert blind.seconds_to(0.9 * ceiling, over_s=20.0) <= 750
 
 
 def test_with_gauges_the_engine_keeps_a_small_queue() -> None:
