@@ -1272,21 +1272,25 @@ def shared_folder(place: Path = SHARED_MEMORY) -> Iterator[SharedFiles | None]:
 
     Folders that killed runs left behind are removed first: their name holds the process they belonged to.
     """
+    files = _make_folder(place)
+    try:
+        yield files
+    finally:
+        if files:
+            shutil.rmtree(files.folder, ignore_errors=True)
+
+
+def _make_folder(place: Path) -> SharedFiles | None:
     try:
         remove_orphans(place)
         free = shutil.disk_usage(place).free
         if free * SHARE_USED < LEAST_BYTES:
             say(f"{place} has {free // 1024**2} MB free: pages travel in the requests (--shm-size sets it)")
-            yield None
-            return
+            return None
         folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=place))
     except OSError:
-        yield None
-        return
-    try:
-        yield SharedFiles(folder, int(free * SHARE_USED))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return SharedFiles(folder, int(free * SHARE_USED))
 
 
 def remove_orphans(place: Path) -> None:
@@ -2516,15 +2520,13 @@ class WindowState:
     dry_since: float | None = None  # nothing waits
     empty_since: float | None = None  # nothing waits, and what we sent is running
     queue_seen: bool = False  # the engine was full, and that bounds us, not a lack of throughput
-    # the round under way, and throughput and latency of one that ended at this tick
+    # the round under way, and the throughput of one that ended at this tick
     round_at: float = 0.0
     round_done: int = 0
     round_size: int = 0
     round_full_s: float = 0.0
-    round_latency_sum_s: float = 0.0
     settling: bool = True  # it still answers pages sent under another limit
     rate: float | None = None
-    rate_latency_s: float = 0.0
     # steady and probe
     settled: int = 0
     fresh: bool = True  # reached by growing, so that the knee may lie a little above
@@ -2559,7 +2561,8 @@ class Rules:
     5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
     6.  `drain`: more in flight than the limit: hold.
     7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
-    8.  `late`: a page takes longer than `longest_wait_s`: cut in proportion, once a round.
+    8.  `late`: a page takes longer than `longest_wait_s`, or will, as many in flight as there may be and as fast as they
+        are answered: cut in proportion.
     9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
         97 % full): down to a queue of half of that.
     10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
@@ -2571,8 +2574,8 @@ class Rules:
         Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
         4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
         doubling must have made a quarter more a second than the one before.
-    12. `ramp`: two more for each answer, so that the window triples in the time a page takes; as many again at once
-        where the gauges say that what we sent is running, half the time a page takes after the last step, and after
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes (one more where a page
+        takes a quarter of `longest_wait_s`: too many would be late); as many again at once where the gauges say that what we sent is running, half the time a page takes after the last step, and after
         answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
         When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
     13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
@@ -2586,7 +2589,8 @@ class Rules:
 
     Throughput is that of a round: as many answers as there were pages in flight, at least 96 or those of 90 s. The
     first round after a change answers what was sent before it and is left out, as are rounds in which the window was
-    not full. Without gauges, then, each generation of pages triples the window: 120 s a page and 512 slots take 8 min.
+    not full. Without gauges, then, each generation of slow pages doubles the window: 512 slots of 120 s a page are
+    full after 12 minutes.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -2685,13 +2689,18 @@ class Rules:
         return self._hold(state, seen, "starved", f"{seen.in_flight} of {state.limit} places taken")
 
     def _late(self, state: WindowState, seen: Observation) -> Decision | None:
-        growing = state.phase in {"start", "ramp"} and seen.now >= state.quiet_until
-        latency_s = state.rate_latency_s if state.rate else state.latency_s if growing else 0.0
-        if latency_s <= self.bounds.longest_wait_s:
+        took_s, answers = seen.now - state.round_at, seen.done - state.round_done
+        if state.phase in {"start", "ramp"} and seen.now >= state.quiet_until:
+            wait_s = state.latency_s
+        elif answers >= 16 and took_s >= max(20.0, 1.2 * state.latency_s) and state.round_full_s >= 0.8 * took_s:
+            wait_s = state.limit * took_s / answers
+        else:
+            wait_s = state.limit / state.rate if state.rate else 0.0
+        if wait_s <= self.bounds.longest_wait_s:
             return None
-        limit = 0.9 * state.limit * self.bounds.longest_wait_s / latency_s
-        state = self._settle(state, limit, seen.now + 2 * latency_s)
-        return self._to(state, seen, limit, "late", f"a page takes {latency_s:.0f} s")
+        limit = 0.9 * state.limit * self.bounds.longest_wait_s / wait_s
+        state = self._settle(state, limit, seen.now + 2 * wait_s)
+        return self._to(state, seen, limit, "late", f"a page takes {wait_s:.0f} s")
 
     def _trim(self, state: WindowState, seen: Observation) -> Decision | None:
         if not seen.done or state.queued_since is None or seen.now - max(state.queued_since, state.round_at) < 1.5:
@@ -2750,7 +2759,8 @@ class Rules:
             more = max(1, int(state.step * state.limit))
             state = replace(_stepped(state, seen), step=min(1.0, 2 * state.step))
             return self._to(state, seen, min(most, state.limit + more), "ramp", "what we sent is running")
-        more = 0 if state.queue_seen else min(state.limit, 2 * state.answers)
+        gain = 2 if state.latency_s < self.bounds.longest_wait_s / 4 else 1
+        more = 0 if state.queue_seen else min(state.limit, gain * state.answers)
         return self._to(state, seen, min(most, state.limit + more), "ramp", f"{state.answers} answers")
 
     def _verdict(self, state: WindowState, seen: Observation) -> Decision | None:
@@ -2852,9 +2862,7 @@ def _with_round(state: WindowState, seen: Observation) -> WindowState:
     if answers < max(8, state.round_size) or (answers < ROUND_ANSWERS and took_s < ROUND_S):
         return state
     says_something = not state.settling and state.round_full_s >= 0.8 * took_s
-    rate = answers / took_s if says_something else None
-    latency_s = (seen.latency_sum_s - state.round_latency_sum_s) / answers
-    return replace(_new_round(state, seen), settling=False, rate=rate, rate_latency_s=latency_s)
+    return replace(_new_round(state, seen), settling=False, rate=answers / took_s if says_something else None)
 
 
 def _new_round(state: WindowState, seen: Observation) -> WindowState:
@@ -2864,7 +2872,6 @@ def _new_round(state: WindowState, seen: Observation) -> WindowState:
         round_done=seen.done,
         round_size=max(1, seen.in_flight),
         round_full_s=0.0,
-        round_latency_sum_s=seen.latency_sum_s,
         settling=True,
         rate=None,
     )

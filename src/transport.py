@@ -97,21 +97,25 @@ def shared_folder(place: Path = SHARED_MEMORY) -> Iterator[SharedFiles | None]:
 
     Folders that killed runs left behind are removed first: their name holds the process they belonged to.
     """
+    files = _make_folder(place)
+    try:
+        yield files
+    finally:
+        if files:
+            shutil.rmtree(files.folder, ignore_errors=True)
+
+
+def _make_folder(place: Path) -> SharedFiles | None:
     try:
         remove_orphans(place)
         free = shutil.disk_usage(place).free
         if free * SHARE_USED < LEAST_BYTES:
             say(f"{place} has {free // 1024**2} MB free: pages travel in the requests (--shm-size sets it)")
-            yield None
-            return
+            return None
         folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=place))
     except OSError:
-        yield None
-        return
-    try:
-        yield SharedFiles(folder, int(free * SHARE_USED))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return SharedFiles(folder, int(free * SHARE_USED))
 
 
 def remove_orphans(place: Path) -> None:
