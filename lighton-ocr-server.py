@@ -1022,21 +1022,30 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pa
 OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
 GUARD = (
     "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
-    "kill -TERM 0; sleep 8; kill -KILL 0"
+    'rm -rf -- "$@"; kill -TERM 0; sleep 8; kill -KILL 0'
 )
 
 
 class Spawned:
-    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
+    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
+    `sweep` is what the guard removes when we die without having done so.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        image: str = "",
+        sweep: Sequence[Path] = (),
+    ) -> None:
         self.log = log
-        self.ready = False
         self._image = image
         self._shared: set[Path] = set()
         say(f"starting {shlex.join(command)}\n  its log: {log}")
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
+            ["/bin/sh", "-c", GUARD, "guard", *map(str, sweep)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -2561,8 +2570,8 @@ class Rules:
     5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
     6.  `drain`: more in flight than the limit: hold.
     7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
-    8.  `late`: a page takes longer than `longest_wait_s`, or will, as many in flight as there may be and as fast as they
-        are answered: cut in proportion.
+    8.  `late`: a page takes longer than `longest_wait_s`, or will when so many are in flight and no more are answered
+        than now: cut in proportion.
     9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
         97 % full): down to a queue of half of that.
     10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
@@ -2574,9 +2583,10 @@ class Rules:
         Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
         4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
         doubling must have made a quarter more a second than the one before.
-    12. `ramp`: two more for each answer, so that the window triples in the time a page takes (one more where a page
-        takes a quarter of `longest_wait_s`: too many would be late); as many again at once where the gauges say that what we sent is running, half the time a page takes after the last step, and after
-        answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes (one more where that is a
+        quarter of `longest_wait_s`: what is too much would be late). As many again at once where the gauges say that
+        what we sent is running, half the time a page takes after the last step, and after answers for an eighth of the
+        window. Its `brake`: pages take 1.5 times as long as when it began.
         When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
     13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
         throughput (half of it, at least 10 %, where a page already takes six times as long as the first ones); then
@@ -5098,9 +5108,9 @@ class Keeper:
         log = self._folder / ("server.log" if self._starts == 1 else f"server-{self._starts}.log")
         if self._wanted.command is None and (versions := installed_versions(self._command[0], self._environment)):
             check_version(self._wanted.trust, *versions)
-        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image)
+        sweep = [self.pages.folder] if self.pages else []
+        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image, sweep)
         server = get_ready(self._wanted, self._url, self._key, self)
-        self.spawned.ready = True
         self.spawned.note_shared_memory()
         return server
 
@@ -5129,6 +5139,8 @@ class Keeper:
         """Kill it at once, without waiting: the last thing done."""
         if self.spawned:
             self.spawned.kill()
+        if self.pages:
+            shutil.rmtree(self.pages.folder, ignore_errors=True)
 
     def give_up(self) -> None:
         """Make a start that is under way in another thread fail at once."""
@@ -5435,7 +5447,7 @@ def verdict(seconds_bound: dict[str, float]) -> str:
 # ---- supervise -------------------------------------------------------------------------------------------------------
 # The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 #
-# 1. gone: its process has ended. Noticed at once.
+# 1. gone: its process has ended, or it says itself that its engine is dead. Noticed at once.
 # 2. frozen: for `stall_timeout_s` no token was generated and no page answered while pages were in flight, or its API
 #    did not answer at all. Where tokens can't be counted, patience is three times the slowest answer, if that is more.
 # 3. restart: the process group is killed, and after a pause the server is started at the same address, at most
@@ -5479,7 +5491,7 @@ class Supervisor:
         self._failures = 0  # starts since the last answer
         self._answers_at_restart = self._answers = 0
         self._slowest_s = server.canary_s
-        self._last_sign = self._last_probe = time.monotonic()
+        self._last_sign = self._last_probe = self._last_question = time.monotonic()
         self._counted: float | None = None
         self._was_named = False
 
@@ -5531,8 +5543,9 @@ class Supervisor:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._nudge.wait(), LOOK_EVERY_S)
+            a_page_failed = self._nudge.is_set()
             self._nudge.clear()
-            trouble = await self._trouble()
+            trouble = await self._trouble(a_page_failed)
             if trouble:
                 self._is_up = False
             self._looked.set()
@@ -5543,12 +5556,14 @@ class Supervisor:
         """Return the pages that the server now has, or had when it died."""
         return [visit for visit in self._visits if visit.life == self._life]
 
-    async def _trouble(self) -> str | None:
+    async def _trouble(self, a_page_failed: bool) -> str | None:
         """Look: is it gone, is it frozen? Says what is wrong."""
-        keeper = self._server.keeper
-        if keeper and keeper.spawned and (ended := keeper.spawned.how_it_ended()):
-            return ended
-        now = time.monotonic()
+        keeper, now = self._server.keeper, time.monotonic()
+        if keeper and keeper.spawned:
+            if ended := keeper.spawned.how_it_ended():
+                return ended
+            if a_page_failed and now - self._last_question >= LOOK_EVERY_S and await self._says_it_is_dead():
+                return f"the server says that its engine is dead. {keeper.spawned.log_words()}"
         if not self._asked():
             self._last_sign = now
             return None
@@ -5572,6 +5587,16 @@ class Supervisor:
     def _patience_s(self) -> float:
         known = self._vigilance.stall_timeout_s
         return known if self._counted is not None else max(known, 3 * self._slowest_s)
+
+    async def _says_it_is_dead(self) -> bool:
+        self._last_question = time.monotonic()
+        endpoint = self._server.endpoint
+        url = f"{endpoint.base_url.removesuffix('/v1')}/health"
+        try:
+            status, _ = await asyncio.to_thread(fetch, url, endpoint.api_key)
+        except (OSError, ValueError):
+            return False
+        return status == 503
 
     async def _probe(self) -> bool:
         """Count the server's tokens where it tells; whether it answered at all."""

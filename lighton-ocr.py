@@ -1896,8 +1896,8 @@ class Rules:
     5.  `silent`: no answer for 5 s and four times what a page takes: hold; it is no evidence of anything.
     6.  `drain`: more in flight than the limit: hold.
     7.  `starved`: the window was full for less than half of the time, so it isn't what bounds us: hold.
-    8.  `late`: a page takes longer than `longest_wait_s`, or will, as many in flight as there may be and as fast as they
-        are answered: cut in proportion.
+    8.  `late`: a page takes longer than `longest_wait_s`, or will when so many are in flight and no more are answered
+        than now: cut in proportion.
     9.  `trim`: for 1.5 s more pages wait in the engine than an eighth of those running (or 4; 2 where the KV cache is
         97 % full): down to a queue of half of that.
     10. `queue`: pages wait in the engine, not too many: hold. When that lasted as long as a page takes, the engine is
@@ -1909,9 +1909,10 @@ class Rules:
         Where the gauges say that what we sent is running, double each time the age of the run doubles (1 s, 2 s,
         4 s …): the slower the pages, the less is lost by waiting. Where the engine counts tokens while it makes them, a
         doubling must have made a quarter more a second than the one before.
-    12. `ramp`: two more for each answer, so that the window triples in the time a page takes (one more where a page
-        takes a quarter of `longest_wait_s`: too many would be late); as many again at once where the gauges say that what we sent is running, half the time a page takes after the last step, and after
-        answers for an eighth of the window. Its `brake`: pages take 1.5 times as long as when it began.
+    12. `ramp`: two more for each answer, so that the window triples in the time a page takes (one more where that is a
+        quarter of `longest_wait_s`: what is too much would be late). As many again at once where the gauges say that
+        what we sent is running, half the time a page takes after the last step, and after answers for an eighth of the
+        window. Its `brake`: pages take 1.5 times as long as when it began.
         When the queue of an engine that was full (10) runs empty, the ramp begins anew, by 1/32, 1/16, 1/8 …
     13. `confirm` or `revert`, the verdict on a probe. More in flight must bring a tenth of it, at least 5 %, as
         throughput (half of it, at least 10 %, where a page already takes six times as long as the first ones); then

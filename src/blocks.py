@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the sett
 LAYOUT_VERSION = 1
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
+COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,11 @@ class Blocks(Protocol):
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block."""
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
@@ -126,12 +131,14 @@ class BlockFolder:
 
         return pq.read_table(self.path(number), columns=columns)
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        import pyarrow.parquet as pq
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        return count_values(self.path(number), column)
 
-        metadata: dict[bytes, bytes] = pq.read_schema(self.path(min(self.closed()))).metadata or {}
-        return metadata.get(SETTINGS_KEY)
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        closed = self.closed()
+        return [settings_in(self.path(min(closed)))] if closed else []
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
@@ -173,6 +180,38 @@ class BlockFolder:
         half.replace(path)
 
 
+def settings_in(file: Any) -> bytes | None:
+    """Return what a block says of the settings it was made with; None if it says nothing."""
+    import pyarrow.parquet as pq
+
+    metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+    return metadata.get(SETTINGS_KEY)
+
+
+def count_values(source: Any, column: str) -> Counter[str]:
+    """Count the values in a column of strings; of row groups in which all are the same, the footer alone is read."""
+    import pyarrow.parquet as pq
+
+    counts: Counter[str] = Counter()
+    with pq.ParquetFile(source) as file:
+        for group in range(file.metadata.num_row_groups):
+            value = _only_value(file.metadata.row_group(group), column)
+            if value is None:
+                counts.update(file.read_row_group(group, [column])[column].to_pylist())
+            else:
+                counts[value] += file.metadata.row_group(group).num_rows
+    return counts
+
+
+def _only_value(group: Any, column: str) -> str | None:
+    """Return the value that all rows of a row group have in a column, where the statistics in the footer say so."""
+    places = (group.column(place) for place in range(group.num_columns - 1, -1, -1))  # ours stand last
+    statistics = next((place.statistics for place in places if place.path_in_schema == column), None)
+    if statistics is None or not statistics.has_min_max or statistics.null_count or statistics.min != statistics.max:
+        return None
+    return str(statistics.min)
+
+
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ, one line each."""
     return [
@@ -202,8 +241,10 @@ def new_columns(output_column: str) -> tuple[str, ...]:
     return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
 
 
-def check_columns(schema: pa.Schema, output_column: str) -> None:
+def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
     """Raise `UsageError` where the input has a column that the run would add."""
+    if results_only and ROW_COLUMN in schema.names:
+        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only would add; leave it out")
     clash = [column for column in new_columns(output_column) if column in schema.names]
     if clash:
         raise UsageError(
@@ -277,7 +318,7 @@ def block_table(
         kept or appended_info(before, info)
         for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
     ]
-    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:  # the input may have one of its own
         values[ROW_COLUMN] = [int(address) for address in addresses]
     columns = [
         pa.chunked_array([pa.array(values[column.name], type=column.type)])
@@ -310,11 +351,18 @@ def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow |
 
 def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
     """Count the statuses of all rows in some closed blocks."""
-    column = new_columns(output_column)[1]
     counts: Counter[str] = Counter()
-    for number in numbers:
-        counts.update(blocks.read(number, [column])[column].to_pylist())
+    for block_counts in statuses_of(blocks, numbers, output_column).values():
+        counts.update(block_counts)
     return counts
+
+
+def statuses_of(blocks: Blocks, numbers: Iterable[int], output_column: str) -> dict[int, Counter[str]]:
+    """Count the statuses in each of some closed blocks."""
+    column = new_columns(output_column)[1]
+    wanted = list(numbers)
+    with ThreadPoolExecutor(COUNT_THREADS) as pool:
+        return dict(zip(wanted, pool.map(lambda number: blocks.count(number, column), wanted), strict=True))
 
 
 def appended_info(before: str | None, info: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ engine; so many blocks and no more are open. Memory does not grow with the datas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,8 @@ class _Run(Generic[RequestT]):
             self._open and sum(self._open.values()) > OPEN_BLOCK_BYTES
         ):
             self._closed_one.clear()
-            await self._closed_one.wait()
+            with contextlib.suppress(TimeoutError):  # the window may have grown meanwhile
+                await asyncio.wait_for(self._closed_one.wait(), 1.0)
 
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
         block = await asyncio.to_thread(self._read, number)

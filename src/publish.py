@@ -12,8 +12,10 @@ from typing import Any
 
 from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours
 from .errors import PublishError, UsageError, network_errors
+from .patience import Patience
 from .result import STATUSES
 
+CARD_RETRY_S = 300.0
 CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
 CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -100,14 +102,14 @@ def card_text(
     *,
     input_name: str,
     plan: BlockPlan,
-    statuses: Mapping[str, int],
+    statuses: Mapping[str, int] | None,
     facts: Mapping[str, Any],
     command: str,
     written: str = "",
 ) -> str:
     """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
 
-    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
+    `statuses` is None while blocks come in that nobody has counted yet. `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
     says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
     """
     from huggingface_hub import DatasetCard, DatasetCardData
@@ -118,12 +120,24 @@ def card_text(
         card = DatasetCard(earlier, ignore_metadata_errors=True)
         data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
     data["configs"] = _with_split(data.get("configs") or [], plan.split)
-    if written:
+    if written and statuses is not None:
         data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
     data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
     data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
     body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
     return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def names_split(card: str, split: str) -> bool:
+    """Whether the YAML of a card says already where the files of a split lie."""
+    from huggingface_hub import DatasetCard
+
+    if not card.startswith("---"):
+        return False
+    data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
+    configs = [config for config in data.get("configs") or [] if config.get("config_name") == "default"]
+    files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
+    return any(file.get("split") == split for file in files)
 
 
 def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
@@ -144,21 +158,25 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _section(
-    input_name: str, plan: BlockPlan, statuses: Mapping[str, int], facts: Mapping[str, Any], command: str
+    input_name: str, plan: BlockPlan, statuses: Mapping[str, int] | None, facts: Mapping[str, Any], command: str
 ) -> str:
-    done = sum(statuses.values())
-    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
-    state = (
-        ""
-        if done == plan.num_rows
-        else f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    )
+    state, counted = _how_far(plan, statuses)
     rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
     return (
         f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
         f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
-        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
+        f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
     )
+
+
+def _how_far(plan: BlockPlan, statuses: Mapping[str, int] | None) -> tuple[str, str]:
+    """Say what is missing yet, and what is there."""
+    if statuses is None:
+        return f"\n**Unfinished**: blocks come in as they close, until there are {plan.num_rows} rows.\n", ""
+    done = sum(statuses.values())
+    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
+    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    return "" if done == plan.num_rows else unfinished, f"{done} rows: {counts}.\n\n"
 
 
 def _cell(value: object) -> str:
@@ -172,30 +190,46 @@ def write_card(output: Output, **contents: Any) -> None:
     folder = BlockFolder(output.folder, contents["plan"].split)
     newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
     written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
-    path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
+    half.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
+    half.replace(path)
+
+
+def read_card(repo_id: str) -> tuple[str, str]:
+    """Return (commit, card) of a Hub dataset as it is now; the card is empty where there is none."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    commit = str(HfApi().dataset_info(repo_id).sha)
+    try:
+        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=commit)
+    except EntryNotFoundError:
+        return commit, ""
+    return commit, Path(path).read_text(encoding="utf-8")
 
 
 def publish_card(output: Output, **contents: Any) -> None:
     """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
     assert output.repo_id is not None
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    repo_id = output.repo_id
 
-    api = HfApi()
-    try:
-        try:
-            path = hf_hub_download(output.repo_id, "README.md", repo_type="dataset")
-            earlier = Path(path).read_text(encoding="utf-8")
-        except EntryNotFoundError:
-            earlier = ""
+    def write_it() -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        commit, earlier = read_card(repo_id)
         text = card_text(earlier, **contents)
         if text != earlier:
-            api.upload_file(
-                path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=output.repo_id, repo_type="dataset"
+            addition = CommitOperationAdd("README.md", text.encode())
+            # upon the card that was read: another run's would be lost
+            HfApi().create_commit(
+                repo_id, [addition], repo_type="dataset", commit_message="Card", parent_commit=commit
             )
+
+    try:
+        Patience(CARD_RETRY_S).call(write_it, f"writing the card of {repo_id}")
     except network_errors() as error:
         raise PublishError(
-            f"the blocks are in {output.repo_id}, but its card could not be written: {error}. "
+            f"the blocks are in {repo_id}, but its card could not be written: {error}. "
             "The same command with --finish writes it"
         ) from error
 

@@ -52,7 +52,8 @@ from .options import make_parser, option, parse_options
 from .report import say
 from .serve import Wanted, check_possible, running_server
 from .steering import telemetry_file, verdict
-from .window import Bounds, Window
+from .window import Window
+from .window_rules import Bounds
 
 SCRIPT = "lighton-ocr3-saturate.py"
 FIRST_IN_FLIGHT = 8

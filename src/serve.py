@@ -91,9 +91,9 @@ class Keeper:
         log = self._folder / ("server.log" if self._starts == 1 else f"server-{self._starts}.log")
         if self._wanted.command is None and (versions := installed_versions(self._command[0], self._environment)):
             check_version(self._wanted.trust, *versions)
-        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image)
+        sweep = [self.pages.folder] if self.pages else []
+        self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image, sweep)
         server = get_ready(self._wanted, self._url, self._key, self)
-        self.spawned.ready = True
         self.spawned.note_shared_memory()
         return server
 
@@ -122,6 +122,8 @@ class Keeper:
         """Kill it at once, without waiting: the last thing done."""
         if self.spawned:
             self.spawned.kill()
+        if self.pages:
+            shutil.rmtree(self.pages.folder, ignore_errors=True)
 
     def give_up(self) -> None:
         """Make a start that is under way in another thread fail at once."""

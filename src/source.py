@@ -2,8 +2,9 @@
 
 A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
 local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
-is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything else
-that `datasets` can load is memory-mapped by it.
+is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything
+else that `datasets` can load is streamed where that is asked for, or memory-mapped by it. What the Hub fails to give
+is asked for again from where it broke off, for a while.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import SourceError, UsageError, network_errors
+from .patience import Patience
+from .report import say
+from .stream import open_streamed
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+SOURCE_RETRY_S = 600.0
+LONGEST_SOURCE_PAUSE_S = 30.0
+FOOTER_THREADS = 16
 BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -45,6 +52,7 @@ class Source:
 
     `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
     `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
+    `patience` is that with a Hub which fails to give the rows.
     """
 
     name: str
@@ -55,6 +63,7 @@ class Source:
     fingerprint: str
     is_private: bool
     roots: tuple[Path, ...] = ()
+    patience: Patience = field(default_factory=lambda: Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S))
 
     def read(self, positions: range) -> pa.Table:
         """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
@@ -72,9 +81,11 @@ def open_source(
     max_samples: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
+    streaming: bool = False,
 ) -> Source:
     """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
 
+    `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
     """
     import datasets
@@ -83,6 +94,7 @@ def open_source(
     datasets.logging.set_verbosity_error()
     path = Path(name).expanduser()
     is_local = path.exists()
+    patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
     if not is_local and not HUB_ID.fullmatch(name):
         raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
     try:
@@ -90,7 +102,8 @@ def open_source(
             fingerprint, is_private, pinned = local_fingerprint(path), True, None
         else:
             fingerprint, is_private, pinned = hub_fingerprint(name, revision)
-        found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
+        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
+        found = _open_rows(wanted, patience)
     except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
     rows, split_name, paths_are_ours = found
@@ -110,6 +123,7 @@ def open_source(
         fingerprint=fingerprint,
         is_private=is_private,
         roots=roots,
+        patience=patience,
     )
 
 
@@ -188,12 +202,24 @@ def _hub_roots(repo_id: str) -> tuple[Path, ...]:
     )
 
 
-def _open_rows(
-    name: str, config: str | None, split: str | None, revision: str | None, is_local: bool
-) -> tuple[Rows, str, bool]:
+@dataclass(frozen=True)
+class _Wanted:
+    """Which rows are to be opened, and how they will be read."""
+
+    name: str
+    config: str | None
+    split: str | None
+    revision: str | None
+    is_local: bool
+    streaming: bool
+    shuffled: bool
+
+
+def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
     """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
     import datasets
 
+    name, split, is_local = wanted.name, wanted.split, wanted.is_local
     path = Path(name)
     if is_local and (path / "dataset_dict.json").exists():
         splits = datasets.load_from_disk(name)
@@ -207,12 +233,22 @@ def _open_rows(
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
         chosen = choose_split(["train"], split)
         return ParquetRows([name]), chosen, False
-    builder = datasets.load_dataset_builder(name, name=config, revision=revision)
+    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
     files = builder.config.data_files or {}
     chosen = choose_split([str(key) for key in files], split)
     if builder.name == "parquet":
-        return ParquetRows([str(file) for file in files[chosen]], builder.info.features), chosen, False
-    loaded = datasets.load_dataset(name, name=config, revision=revision, split=chosen)
+        return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
+    if wanted.streaming and not is_local:
+        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
+        if streamed:
+            return streamed, chosen, False
+        reason = (
+            "--shuffle reads it in another order"
+            if wanted.shuffled
+            else "how many rows it has stands nowhere, or it is packed"
+        )
+        say(f"{name} can't be streamed, for {reason}: downloading it")
+    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
 
 
@@ -244,9 +280,9 @@ class RowGroup:
 class ParquetRows:
     """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
 
-    def __init__(self, files: Sequence[str], features: Any = None) -> None:
-
-        with ThreadPoolExecutor(8) as pool:
+    def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience(0.0)
+        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
             footers = list(pool.map(_footer, files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
@@ -279,15 +315,29 @@ class ParquetRows:
             start += part.num_rows
 
     def _batch_at(self, address: int) -> tuple[int, pa.Table]:
-        """Return (address of its first row, batch) of the batch that holds `address`, going on in the open stream."""
+        """Return (address of its first row, batch) of the batch that holds `address`, trying again where that helps."""
+        import pyarrow as pa
+
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        place = f"reading {group.file}, row group {group.index},"
+        try:
+            if "://" in group.file:
+                return self._patience.call(lambda: self._sought(address), place)
+            return self._sought(address)
+        except (*network_errors(), pa.ArrowInvalid) as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _sought(self, address: int) -> tuple[int, pa.Table]:
+        """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""
         if self._stream is None or not self._stream_reaches(address):
             group = self._groups[bisect.bisect_right(self._starts, address) - 1]
             self._stream = (group.start, self._open(group), self.schema.empty_table())
         start, batches, batch = self._stream
+        self._stream = None
         while address >= start + batch.num_rows:
             start += batch.num_rows
             batch = self._fit(next(batches))
-            self._stream = (start, batches, batch)
+        self._stream = (start, batches, batch)
         return start, batch
 
     def _stream_reaches(self, address: int) -> bool:
@@ -296,14 +346,10 @@ class ParquetRows:
         return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
 
     def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-        except (*network_errors(), pa.ArrowInvalid) as error:
-            raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
+        with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
+            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:
         """Give a batch the schema of the first file: later files may order or widen their columns differently."""

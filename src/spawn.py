@@ -28,21 +28,30 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM's processes share pa
 OURS_ALONE = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "UV", "UV_RUN_RECURSION_DEPTH", "VIRTUAL_ENV_PROMPT")
 GUARD = (
     "trap '' TERM INT HUP QUIT PIPE; read -r word; [ \"$word\" = release ] && exit 0; "
-    "kill -TERM 0; sleep 8; kill -KILL 0"
+    'rm -rf -- "$@"; kill -TERM 0; sleep 8; kill -KILL 0'
 )
 
 
 class Spawned:
-    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit."""
+    """A server process of ours. `image` is the one to recommend where this machine's vLLM does not fit.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, image: str = "") -> None:
+    `sweep` is what the guard removes when we die without having done so.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        image: str = "",
+        sweep: Sequence[Path] = (),
+    ) -> None:
         self.log = log
-        self.ready = False
         self._image = image
         self._shared: set[Path] = set()
         say(f"starting {shlex.join(command)}\n  its log: {log}")
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD],
+            ["/bin/sh", "-c", GUARD, "guard", *map(str, sweep)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

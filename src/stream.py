@@ -6,18 +6,14 @@ opening it anew and passing over the rows before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import SourceError, network_errors
-from .report import say
+from .patience import Patience
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-RETRY_FOR_S = 600.0
-LONGEST_STREAM_PAUSE_S = 30.0
 
 
 class StreamedRows:
@@ -28,12 +24,18 @@ class StreamedRows:
     """
 
     def __init__(
-        self, open_stream: Callable[[int], Iterator[dict[str, Any]]], schema: pa.Schema, num_rows: int, home: str
+        self,
+        open_stream: Callable[[int], Iterator[dict[str, Any]]],
+        schema: pa.Schema,
+        num_rows: int,
+        home: str,
+        patience: Patience,
     ) -> None:
         self.schema = schema
         self.num_rows = num_rows
         self._open_stream = open_stream
         self._home = home
+        self._patience = patience
         self._stream: Iterator[dict[str, Any]] | None = None
         self._at = 0
 
@@ -46,55 +48,52 @@ class StreamedRows:
         return pa.Table.from_pylist([found[address] for address in wanted], schema=self.schema)
 
     def _row(self, address: int) -> dict[str, Any]:
-        give_up_at, pause_s = time.monotonic() + RETRY_FOR_S, 1.0
-        while True:
-            try:
-                return self._fetched(self._next(address))
-            except StopIteration:
-                raise SourceError(
-                    f"the input ended at row {self._at}, but has {self.num_rows} rows by its card; "
-                    f"give --max-samples {self._at}"
-                ) from None
-            except network_errors() as error:
-                self._stream = None
-                if time.monotonic() > give_up_at:
-                    raise SourceError(f"reading row {address} of the input: {error}; run again to resume") from error
-                say(f"the input can't be read for now ({error}); trying again in {pause_s:.0f} s")
-                time.sleep(pause_s)
-                pause_s = min(LONGEST_STREAM_PAUSE_S, 2 * pause_s)
+        place = f"reading row {address} of the input"
+        try:
+            row = self._patience.call(lambda: self._next(address), place)
+            return self._patience.call(lambda: {name: self._fetched(cell) for name, cell in row.items()}, place)
+        except StopIteration:
+            raise SourceError(
+                f"the input ended at row {self._at}, but has {self.num_rows} rows by its card; "
+                f"give --max-samples {self._at}"
+            ) from None
+        except network_errors() as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
 
     def _next(self, address: int) -> dict[str, Any]:
-        if self._stream is None or address < self._at:
-            self._stream, self._at = self._open_stream(address), address
+        stream, self._stream = self._stream, None  # one that breaks is opened anew
+        if stream is None or address < self._at:
+            stream, self._at = self._open_stream(address), address
         while True:
-            row = next(self._stream)
+            row = next(stream)
             self._at += 1
             if self._at > address:
+                self._stream = stream
                 return row
 
-    def _fetched(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Put the bytes of pictures that are addresses of this dataset's own files into their cells."""
+    def _fetched(self, cell: Any) -> Any:
+        """Return a cell with the bytes in it of a picture that is an address of this dataset's own files."""
+        if not isinstance(cell, dict) or set(cell) != {"bytes", "path"} or cell["bytes"] is not None:
+            return cell
+        address = str(cell["path"])
+        if not address.startswith(self._home) or ".." in address.split("/"):
+            return cell
         import fsspec
 
-        for name, cell in row.items():
-            if not isinstance(cell, dict) or set(cell) != {"bytes", "path"} or cell["bytes"] is not None:
-                continue
-            if str(cell["path"]).startswith(self._home):
-                with fsspec.open(cell["path"], "rb") as file:
-                    row[name] = {"bytes": file.read(), "path": cell["path"].rpartition("/")[2]}
-        return row
+        with fsspec.open(address, "rb") as file:
+            return {"bytes": file.read(), "path": address.rpartition("/")[2]}
 
 
-def open_streamed(name: str, config: str | None, revision: str, split: str) -> StreamedRows | None:
-    """Open a Hub dataset as a stream; None where nobody knows how many rows it has without downloading it all."""
-    import datasets
-
-    builder = datasets.load_dataset_builder(name, name=config, revision=revision)
-    streamed = datasets.load_dataset(name, name=config, revision=revision, split=split, streaming=True).decode(False)
+def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
+    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
+    streamed = builder.as_streaming_dataset(split=split).decode(False)
     splits = builder.info.splits or {}
+    is_folder = builder.name == "imagefolder"
+    if is_folder and any(map(_is_packed, builder.config.data_files[split])):
+        return None  # the addresses of its pictures are not those of files
     if split in splits and splits[split].num_examples:
         num_rows = int(splits[split].num_examples)
-    elif builder.name == "imagefolder":
+    elif is_folder:
         num_rows = sum(1 for _ in streamed)  # names only: no picture is fetched
     else:
         return None
@@ -104,4 +103,9 @@ def open_streamed(name: str, config: str | None, revision: str, split: str) -> S
         features.arrow_schema,
         num_rows,
         f"hf://datasets/{name}@{revision}/",
+        patience,
     )
+
+
+def _is_packed(file: str) -> bool:
+    return str(file).lower().endswith((".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z", ".rar"))

@@ -1,6 +1,6 @@
 """The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 
-1. gone: its process has ended. Noticed at once.
+1. gone: its process has ended, or it says itself that its engine is dead. Noticed at once.
 2. frozen: for `stall_timeout_s` no token was generated and no page answered while pages were in flight, or its API
    did not answer at all. Where tokens can't be counted, patience is three times the slowest answer, if that is more.
 3. restart: the process group is killed, and after a pause the server is started at the same address, at most
@@ -62,6 +62,7 @@ class Supervisor:
         self._answers_at_restart = self._answers = 0
         self._slowest_s = server.canary_s
         self._last_sign = self._last_probe = time.monotonic()
+        self._last_question = float("-inf")
         self._counted: float | None = None
         self._was_named = False
 
@@ -113,8 +114,9 @@ class Supervisor:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._nudge.wait(), LOOK_EVERY_S)
+            a_page_failed = self._nudge.is_set()
             self._nudge.clear()
-            trouble = await self._trouble()
+            trouble = await self._trouble(a_page_failed)
             if trouble:
                 self._is_up = False
             self._looked.set()
@@ -125,12 +127,14 @@ class Supervisor:
         """Return the pages that the server now has, or had when it died."""
         return [visit for visit in self._visits if visit.life == self._life]
 
-    async def _trouble(self) -> str | None:
+    async def _trouble(self, a_page_failed: bool) -> str | None:
         """Look: is it gone, is it frozen? Says what is wrong."""
-        keeper = self._server.keeper
-        if keeper and keeper.spawned and (ended := keeper.spawned.how_it_ended()):
-            return ended
-        now = time.monotonic()
+        keeper, now = self._server.keeper, time.monotonic()
+        if keeper and keeper.spawned:
+            if ended := keeper.spawned.how_it_ended():
+                return ended
+            if a_page_failed and now - self._last_question >= LOOK_EVERY_S and await self._says_it_is_dead():
+                return f"the server says that its engine is dead. {keeper.spawned.log_words()}"
         if not self._asked():
             self._last_sign = now
             return None
@@ -154,6 +158,16 @@ class Supervisor:
     def _patience_s(self) -> float:
         known = self._vigilance.stall_timeout_s
         return known if self._counted is not None else max(known, 3 * self._slowest_s)
+
+    async def _says_it_is_dead(self) -> bool:
+        self._last_question = time.monotonic()
+        endpoint = self._server.endpoint
+        url = f"{endpoint.base_url.removesuffix('/v1')}/health"
+        try:
+            status, _ = await asyncio.to_thread(fetch, url, endpoint.api_key)
+        except (OSError, ValueError):
+            return False
+        return status == 503
 
     async def _probe(self) -> bool:
         """Count the server's tokens where it tells; whether it answered at all."""

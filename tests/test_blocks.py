@@ -159,7 +159,7 @@ def test_differences_name_each_setting_with_both_values() -> None:
 
 def test_blocks_of_other_settings_are_refused_and_of_the_same_accepted(tmp_path: Path) -> None:
     written(tmp_path, rows_of(1), [PageResult("x", "ok")])
-    stored = BlockFolder(tmp_path, "train").stored_settings()
+    (stored,) = BlockFolder(tmp_path, "train").stored_settings()
     check_settings_are_ours("here", stored, SETTINGS)
     with pytest.raises(UsageError, match=r"seed: was 0, now 1\n.*--overwrite"):
         check_settings_are_ours("here", stored, {**SETTINGS, "seed": 1})

@@ -101,7 +101,8 @@ def test_a_run_goes_on_when_its_engine_process_is_killed_or_stopped_and_leaves_n
     assert told in ended.stderr
     assert ended.line["restarts"] == 1
     assert ended.stderr.count("the canary page was read") == 2
-    assert ended.line["requests"] <= PAGES + 8
+    # the four that were in flight; a server whose engine is gone refuses some before it ends
+    assert PAGES < ended.line["requests"] == PAGES + ended.line["retries"] <= PAGES + 16
     assert {"weights", "ready"} <= set(re.findall(r"after \S+: (\w+)", ended.stderr))
     assert_all_read(out)
     wait_until(lambda: not any(is_running(pid) for pid in processes), "all its processes are gone")

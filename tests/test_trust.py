@@ -235,6 +235,7 @@ FAULTS = {
     "exit": (fault("die,at=17,code=3"), "the server ended by itself (exit code 3)"),
     "exit in the midst of many": (fault("die,at=17") + " --seconds-per-page 0.1", "ended by itself (exit code 1)"),
     "exit after an answer": ("--die-after 13", "ended by itself (exit code 1)"),
+    "an engine that is dead behind its server": (fault("dead,at=17"), "the server says that its engine is dead"),
     "stall": (fault("stall,at=17,seconds=600"), "no token and no page came from it"),
     "stall without gauges": (
         fault("stall,at=17,seconds=600") + " --no-metrics",

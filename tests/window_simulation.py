@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from src.gauges import Gauges
-from src.window import TICK_S, Bounds, Window
+from src.window import TICK_S, Window
+from src.window_rules import Bounds
 
 GAUGES_EVERY_S = 1.0
 
