@@ -94,6 +94,9 @@ class Blocks(Protocol):
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
 
+    def get_ready(self, *, to_write: bool) -> None:
+        """Find out whether blocks can be written, where that is asked; go on with what an earlier run left behind."""
+
     def locked(self) -> AbstractContextManager[None]:
         """Keep a second run out of what this one writes, and leave nothing half done behind."""
 
@@ -144,6 +147,9 @@ class BlockFolder:
         """Remove the blocks of this split, and nothing else."""
         for number in self.closed():
             self.path(number).unlink()
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Nothing is to be done: the lock has shown that blocks can be written."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -244,7 +250,9 @@ def new_columns(output_column: str) -> tuple[str, ...]:
 def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
     """Raise `UsageError` where the input has a column that the run would add."""
     if results_only and ROW_COLUMN in schema.names:
-        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only would add; leave it out")
+        raise UsageError(
+            f"the input already has the column {ROW_COLUMN!r}, which --results-only would add; leave it out"
+        )
     clash = [column for column in new_columns(output_column) if column in schema.names]
     if clash:
         raise UsageError(

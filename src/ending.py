@@ -8,12 +8,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from .blocks import count_statuses, new_columns
-from .errors import JobError
+from .errors import JobError, UsageError
 from .interrupt import Interrupted, Interrupts
-from .job import Run, is_private, preflight, run_info
+from .job import Run, input_name, is_private, preflight, run_info
 from .options import CommonOptions
 from .publish import publish, publish_card, write_card
 from .report import Outcome, duration, say
@@ -59,10 +58,17 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
     with run.at.blocks.locked():
         if run.options.overwrite:
             run.at.blocks.remove_all()
-        todo = run.todo()
+        todo = [] if run.way.finishes else run.todo()
+        run.at.blocks.get_ready(to_write=bool(todo))
         if todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
+    missing = run.missing() if run.way.finishes else []
+    if missing:
+        few = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        raise UsageError(
+            f"--finish: {len(missing)} of {len(run.at.plan)} blocks are not there ({few}); run without it first"
+        )
 
 
 def take_stock(run: Run) -> None:
@@ -74,7 +80,7 @@ def take_stock(run: Run) -> None:
     at = run.at
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
-    if (shared or run.way.shard.count > 1) and not run.is_complete():
+    if (shared or run.way.shard.count > 1) and run.missing():
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:
@@ -85,8 +91,7 @@ def take_stock(run: Run) -> None:
     write = publish_card if shared else write_card
     write(
         run.output,
-        # a local path says nothing to others
-        input_name=Path(run.options.input).name if at.source.roots else run.options.input,
+        input_name=input_name(run, at.source),
         plan=at.plan,
         statuses=run.statuses,
         facts={**info, "speed": speed},

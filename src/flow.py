@@ -157,6 +157,7 @@ class _Run(Generic[RequestT]):
         for index, result in enumerate(block.results):
             if result is None:
                 await self._window.ahead.enter()
+                await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
                 pages.create_task(self._page(block, index))
         if not block.missing:
             await self._close(block)

@@ -2,43 +2,48 @@
 
 A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
 next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
-folder, so that the disk holds what is under way and no more.
+folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the next run
+on the machine commits it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import random
+import shutil
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .blocks import SETTINGS_KEY, WHOLE, BlockFolder, Shard, block_name, block_number
-from .errors import PublishError, network_errors
-from .report import say
+from .blocks import WHOLE, BlockFolder, Shard, block_name, block_number, count_values, settings_in
+from .errors import JobError, PublishError, network_errors
+from .interrupt import Interrupted
+from .patience import Patience
+from .publish import read_card
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MOST_STAGED = 64  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
 MOST_IN_A_COMMIT = 200
-LONGEST_HUB_PAUSE_S = 60.0
+MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
+PUBLISH_RETRY_S = 1800.0
+LOOK_RETRY_S = 120.0
+HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
 
-
-@dataclass
-class _Staged:
-    """Blocks on their way to the Hub: `uploaded` ones wait for the next commit."""
-
-    uploaded: list[Any] = field(default_factory=list)
-    last_commit: float = field(default_factory=time.monotonic)
+LookedT = TypeVar("LookedT")
 
 
 class HubBlocks:
-    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`."""
+    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`.
+
+    `first_card` makes, of the card that is there, one in which the split is named. It goes out with the first commit:
+    what `load_dataset` needs has to stand there as long as the run is under way, too.
+    """
 
     def __init__(
         self,
@@ -47,43 +52,64 @@ class HubBlocks:
         staging: Path,
         *,
         private: bool,
+        first_card: Callable[[str], str],
         shard: Shard = WHOLE,
         commit_every_s: float = 600.0,
-        retry_for_s: float = 1800.0,
     ) -> None:
         self.repo_id = repo_id
         self.split = split
-        self.commits = 0
+        self._first_card = first_card
         self._local = BlockFolder(staging, split, shard)
         self._private = private
+        self._shard = shard
         self._commit_every_s = commit_every_s
-        self._retry_for_s = retry_for_s
-        self._there: set[int] | None = None
+        self._patience = Patience(PUBLISH_RETRY_S)
+        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(MOST_STAGED)
-        self._staged = _Staged()
+        self._uploaded: list[tuple[int, Any]] = []
+        self._last_commit = time.monotonic()
+        self._card_names_us = False
+        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
+        self._room = threading.Condition()
+        self._most_bytes = MOST_STAGED_BYTES
         self._failure: PublishError | None = None
-        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     # What is there
 
     def closed(self) -> set[int]:
         """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
-        if self._there is None:
-            self._there = self._listed()
-        return self._there | self._local.closed()
+        here = self._closed_here()  # before the others: a block goes from here to there
+        return here | self._on_hub().keys()
 
-    def _listed(self) -> set[int]:
+    def _closed_here(self) -> set[int]:
+        """Only this shard's: other shards of this machine share the folder, and publish their own."""
+        return {number for number in self._local.closed() if self._shard.holds(number)}
+
+    def _on_hub(self) -> dict[int, int]:
+        if self._there is None:
+            self._there = self._looked(self._listed, "listing its blocks")
+        return self._there
+
+    def _listed(self) -> dict[int, int]:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
+        found: dict[int, int] = {}
         try:
-            entries = list(HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"))
+            for entry in HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"):
+                number = block_number(self.split, entry.path.removeprefix("data/"))
+                if number is not None:
+                    found[number] = int(getattr(entry, "size", 0))
         except (RepositoryNotFoundError, EntryNotFoundError):
-            return set()
-        numbers = (block_number(self.split, entry.path.removeprefix("data/")) for entry in entries)
-        return {number for number in numbers if number is not None}
+            return {}
+        return found
+
+    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        try:
+            return Patience(LOOK_RETRY_S).call(look, f"{self.repo_id}: {what}")
+        except network_errors() as error:
+            raise PublishError(f"{self.repo_id}: {what} failed: {error}; run again to go on") from error
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
@@ -93,27 +119,39 @@ class HubBlocks:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
         import pyarrow.parquet as pq
 
-        if number in self._local.closed():
-            return self._local.read(number, columns)
-        with self._open(number) as file:
-            return pq.read_table(file, columns=columns)
+        return self._with(number, lambda file: pq.read_table(file, columns=columns))
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        import pyarrow.parquet as pq
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        return self._with(number, lambda file: count_values(file, column))
 
-        number = min(self._local.closed() or self.closed())
-        if number in self._local.closed():
-            return self._local.stored_settings()
-        with self._open(number) as file:
-            metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
-        return metadata.get(SETTINGS_KEY)
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
+        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
+        return [self._with(number, settings_in) for number in sorted(firsts)]
 
-    def _open(self, number: int) -> Any:
+    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
+        """Look into a block's file, here or on the Hub."""
+        if number in self._closed_here():
+            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
+                return look(self._local.path(number))
+
+        def look_there() -> LookedT:
+            with self._opened(number) as file:
+                return look(file)
+
+        return self._looked(look_there, f"reading {block_name(self.split, number)}")
+
+    def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
 
+        # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
+        # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{block_name(self.split, number)}", "rb", block_size=256 * 1024
+            f"datasets/{self.repo_id}/{block_name(self.split, number)}",
+            "rb",
+            size=self._on_hub()[number],
+            block_size=REMOTE_BLOCK_BYTES,
         )
 
     # What is written
@@ -122,14 +160,21 @@ class HubBlocks:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
         from huggingface_hub import CommitOperationDelete, HfApi
 
-        self._local.remove_all()
-        there = self._listed()
-        if there:
-            deletions = [CommitOperationDelete(block_name(self.split, number)) for number in sorted(there)]
-            HfApi().create_commit(
-                self.repo_id, deletions, repo_type="dataset", commit_message=f"Start split {self.split} anew"
-            )
-        self._there = set()
+        for number in self._closed_here():
+            self._local.path(number).unlink()
+
+        def remove_there() -> None:
+            names = [block_name(self.split, number) for number in sorted(self._listed())]
+            if names:
+                HfApi().create_commit(
+                    self.repo_id,
+                    [CommitOperationDelete(name) for name in names],
+                    repo_type="dataset",
+                    commit_message=f"Start split {self.split} anew",
+                )
+
+        self._looked(remove_there, "removing the blocks that are there")
+        self._there = {}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -138,31 +183,68 @@ class HubBlocks:
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
         with self._local.locked():
-            for number in sorted(self._local.closed()):  # closed by a run that could not publish them
-                self._waiting.put(number)
-            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
-            self._thread.start()
+            self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+            first_error = None
             try:
                 yield
+            except BaseException as error:
+                first_error = error
+                raise
             finally:
-                self.flush()
+                self._end(first_error)
+            self._there = None  # other shards have added theirs
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Create the dataset where it is missing, and send on their way the blocks that an earlier run left here.
+
+        Creating it shows, before any GPU time, whether we may write there.
+        """
+        from huggingface_hub import HfApi
+
+        leftovers = sorted(self._closed_here())
+        if to_write or leftovers:
+            self._looked(
+                lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True),
+                "creating it",
+            )
+        for number in leftovers:
+            self._send_on_its_way(number)
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write a block here and send it on its way; waits where too many are under way."""
-        while not self._room.acquire(timeout=1.0):
-            self._raise_failure()
+        with self._room:
+            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
+                self._raise_failure()
+                self._room.wait(1.0)
         self._local.write(number, table)
-        self._waiting.put(number)
+        self._send_on_its_way(number)
         self._raise_failure()
 
-    def flush(self) -> None:
+    def _send_on_its_way(self, number: int) -> None:
+        with self._room:
+            self._staged[number] = self._local.path(number).stat().st_size
+        self._waiting.put(number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
+            self._thread.start()
+
+    def _end(self, first_error: BaseException | None) -> None:
         """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
         if self._thread is None:
             return
-        self._stopping.set()
+        if isinstance(first_error, Interrupted):
+            self._patience.hurry(HURRY_S)
         self._waiting.put(None)
-        self._thread.join()
-        self._thread = None
+        try:
+            self._thread.join()
+        except Interrupted:
+            self._patience.hurry(HURRY_S)
+            self._thread.join()
+            raise
+        finally:
+            self._thread = None
+        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
+            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -173,16 +255,13 @@ class HubBlocks:
 
     def _upload(self) -> None:
         try:
-            self._create_repo()
             while True:
-                wait_s = max(0.0, self._staged.last_commit + self._commit_every_s - time.monotonic())
-                with contextlib.suppress(queue.Empty):
-                    number = self._waiting.get(timeout=wait_s if self._staged.uploaded else None)
-                    if number is None:
-                        break
+                number = self._next_closed()
+                if number is None:
+                    break
+                if number >= 0:
                     self._send(number)
-                due = time.monotonic() >= self._staged.last_commit + self._commit_every_s
-                if self._staged.uploaded and (due or len(self._staged.uploaded) >= MOST_IN_A_COMMIT):
+                if self._uploaded and self._is_due():
                     self._commit()
             self._commit()
         except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
@@ -190,57 +269,67 @@ class HubBlocks:
                 f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
                 f"in {self._local.root}; the same command publishes it without asking about a page again"
             )
+        finally:
+            with self._room:
+                self._room.notify_all()
 
-    def _create_repo(self) -> None:
-        from huggingface_hub import HfApi
+    def _next_closed(self) -> int | None:
+        """Wait for the next closed block; None at the end, −1 where a commit is due before it comes."""
+        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
+        try:
+            return self._waiting.get(timeout=wait_s if self._uploaded else None)
+        except queue.Empty:
+            return -1
 
-        self._retried(
-            lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True)
+    def _is_due(self) -> bool:
+        since_s = time.monotonic() - self._last_commit
+        return (
+            since_s >= self._commit_every_s
+            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
+            or len(self._uploaded) >= MOST_IN_A_COMMIT
+            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
         )
 
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
         addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
-        self._retried(lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"))
-        self._staged.uploaded.append((number, addition))
+        self._patience.call(
+            lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
+            f"uploading to {self.repo_id}",
+        )
+        self._uploaded.append((number, addition))
 
     def _commit(self) -> None:
-        from huggingface_hub import HfApi
-
-        uploaded, self._staged.uploaded = self._staged.uploaded, []
-        self._staged.last_commit = time.monotonic()
-        if not uploaded:
+        if not self._uploaded:
             return
-        additions = [addition for _, addition in uploaded]
-        message = f"{len(additions)} blocks of split {self.split}"
-        self._retried(
-            lambda: HfApi().create_commit(self.repo_id, additions, repo_type="dataset", commit_message=message)
-        )
-        self.commits += 1
-        for number, _ in uploaded:
-            assert self._there is not None
-            self._there.add(number)
-            self._local.path(number).unlink()
-            self._room.release()
+        self._patience.call(self._create_commit, f"committing to {self.repo_id}")
+        committed, self._uploaded = self._uploaded, []
+        self._last_commit = time.monotonic()
+        self._there = {**self._on_hub(), **{number: self._staged[number] for number, _ in committed}}
+        for number, _ in committed:
+            self._local.path(number).unlink(missing_ok=True)
+        with self._room:
+            for number, _ in committed:
+                del self._staged[number]
+            self._room.notify_all()
 
-    def _retried(self, action: Any) -> None:
-        """Do what the Hub may refuse for a while: quotas, races of several writers, its own troubles."""
-        give_up_at = time.monotonic() + self._retry_for_s
-        pause_s = 1.0
-        while True:
-            try:
-                action()
-            except network_errors() as error:
-                response = getattr(error, "response", None)
-                status = getattr(response, "status_code", None)
-                permanent = status is not None and status < 500 and status not in {408, 409, 412, 429}
-                if permanent or time.monotonic() >= give_up_at:
-                    raise
-                wished = float(response.headers.get("retry-after") or 0) if response is not None else 0.0
-                wait_s = max(wished, pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
-                say(f"the Hub refuses for now ({error}); trying again in {wait_s:.0f} s")
-                time.sleep(wait_s)
-                pause_s = min(LONGEST_HUB_PAUSE_S, 2 * pause_s)
-            else:
-                return
+    def _create_commit(self) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        operations = [addition for _, addition in self._uploaded]
+        parent = None
+        if not self._card_names_us:
+            commit, earlier = read_card(self.repo_id)
+            card = self._first_card(earlier)
+            if card != earlier:
+                operations.append(CommitOperationAdd("README.md", card.encode()))
+                parent = commit  # a card that another run writes meanwhile must not be lost
+        HfApi().create_commit(
+            self.repo_id,
+            operations,
+            repo_type="dataset",
+            commit_message=f"{len(self._uploaded)} blocks of split {self.split}",
+            parent_commit=parent,
+        )
+        self._card_names_us = True

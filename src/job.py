@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .blocks import (
@@ -19,7 +20,7 @@ from .blocks import (
     Shard,
     check_columns,
     check_settings_are_ours,
-    count_statuses,
+    statuses_of,
 )
 from .errors import UsageError
 from .flow import Job
@@ -27,18 +28,30 @@ from .hub_blocks import HubBlocks
 from .models import ModelProfile, find_profile, prompt_words
 from .options import CommonOptions
 from .pages import PageLimits
-from .publish import Output, check_output_is_apart, check_published, check_token, choose_output
+from .publish import (
+    Output,
+    card_text,
+    check_output_is_apart,
+    check_published,
+    check_token,
+    choose_output,
+    names_split,
+)
 from .question import Question
 from .report import Tally, say
 from .result import SOUND
 from .source import Source, open_source
 
 
+MOST_FILES_IN_A_FOLDER = 10_000
+
+
 @dataclass(frozen=True)
 class Way:
     """How a run goes about its blocks: which are its own, and what becomes of them.
 
-    `streams`: blocks of a Hub output go there as they close, and are committed every `commit_every_s` seconds.
+    `streams`: rows of a Hub input are streamed, blocks of a Hub output go there as they close, and are committed every
+    `commit_every_s` seconds. `finishes`: no page is asked about; all blocks have to be there.
     """
 
     shard: Shard = WHOLE
@@ -46,6 +59,7 @@ class Way:
     commit_every_s: float = 600.0
     results_only: bool = False
     retry_failed: bool = False
+    finishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -84,16 +99,18 @@ class Run:
         """Return the numbers of the blocks to write: this run's that are missing; where asked, those with failures."""
         closed = self.at.blocks.closed()
         ours = [number for number in range(len(self.at.plan)) if self.way.shard.holds(number)]
-        return [
-            number for number in ours if number not in closed or (self.way.retry_failed and self._has_failures(number))
-        ]
+        failed: dict[int, int] = {}
+        if self.way.retry_failed:
+            there = [number for number in ours if number in closed]
+            for number, counts in statuses_of(self.at.blocks, there, self.options.output_column).items():
+                failed[number] = sum(count for status, count in counts.items() if status not in SOUND)
+        self.rows_again = sum(failed.values())
+        return [number for number in ours if number not in closed or failed.get(number)]
 
-    def _has_failures(self, number: int) -> bool:
-        return bool(count_statuses(self.at.blocks, [number], self.options.output_column).keys() - SOUND)
-
-    def is_complete(self) -> bool:
-        """Whether every block is there, those of other shards too."""
-        return len(self.at.blocks.closed()) >= len(self.at.plan)
+    def missing(self) -> list[int]:
+        """Return the numbers of the blocks that are not there, those of other shards too."""
+        closed = self.at.blocks.closed()
+        return [number for number in range(len(self.at.plan)) if number not in closed]
 
     def command(self) -> str:
         """Return the command line, as people type it."""
@@ -147,30 +164,52 @@ def preflight(run: Run) -> None:
         max_samples=options.max_samples,
         shuffle=options.shuffle,
         seed=options.seed,
+        streaming=run.way.streams,
     )
     plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(source.rows.schema, options.output_column)
+    check_columns(source.rows.schema, options.output_column, results_only=run.way.results_only)
     check_token(run.output)
-    run.opened = Opened(source, plan, _blocks_of(run, source))
+    run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
-        if run.at.blocks.closed():
-            check_settings_are_ours(str(run.output), run.at.blocks.stored_settings(), settings)
-        check_published(run.output, plan.split, settings)
+        for stored in run.at.blocks.stored_settings():
+            check_settings_are_ours(str(run.output), stored, settings)
+        if not run.way.streams:
+            check_published(run.output, plan.split, settings)
+    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+        say(
+            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
+            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
+        )
     say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
 
 
-def _blocks_of(run: Run, source: Source) -> Blocks:
+def _blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     if run.output.repo_id and run.way.streams:
         return HubBlocks(
             run.output.repo_id,
             source.split,
             run.output.folder,
             private=is_private(run, source),
+            first_card=lambda earlier: _first_card(run, source, plan, earlier),
             shard=run.way.shard,
             commit_every_s=run.way.commit_every_s,
         )
     return BlockFolder(run.output.folder, source.split, run.way.shard)
+
+
+def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
+    """Return the card of an output whose blocks come in: as it was, if it names the split already."""
+    if names_split(earlier, plan.split):
+        return earlier
+    return card_text(
+        earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
+    )
+
+
+def input_name(run: Run, source: Source) -> str:
+    """Name the input for others: a local path says nothing to them."""
+    return Path(run.options.input).name if source.roots else run.options.input
 
 
 def is_private(run: Run, source: Source) -> bool:
@@ -250,10 +289,10 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
-    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing)
+    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing) - run.rows_again
     run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
     if rows_before:
-        say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(ours)} blocks are to be written")
+        say(f"{rows_before} rows are done already; {len(todo)} of {len(ours)} blocks are to be written")
     return Job(
         source=at.source,
         plan=at.plan,

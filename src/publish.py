@@ -221,9 +221,7 @@ def publish_card(output: Output, **contents: Any) -> None:
         if text != earlier:
             addition = CommitOperationAdd("README.md", text.encode())
             # upon the card that was read: another run's would be lost
-            HfApi().create_commit(
-                repo_id, [addition], repo_type="dataset", commit_message="Card", parent_commit=commit
-            )
+            HfApi().create_commit(repo_id, [addition], repo_type="dataset", commit_message="Card", parent_commit=commit)
 
     try:
         Patience(CARD_RETRY_S).call(write_it, f"writing the card of {repo_id}")

@@ -116,8 +116,10 @@ def way_of(options: SaturateOptions, environment: Mapping[str, str]) -> Way:
         raise UsageError(
             f"--min-in-flight {options.min_in_flight} is more than --max-in-flight {options.max_in_flight}"
         )
-    if options.overwrite and options.retry_failed:
-        raise UsageError("--overwrite and --retry-failed exclude each other; give one of them")
+    chosen = [flag for flag in ("overwrite", "retry_failed", "finish") if getattr(options, flag)]
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in chosen)
+        raise UsageError(f"{flags} exclude each other; give one of them")
     shard = shard_of(options.num_shards, options.shard_index, environment)
     if options.overwrite and shard.count > 1:
         raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
@@ -127,16 +129,14 @@ def way_of(options: SaturateOptions, environment: Mapping[str, str]) -> Way:
         commit_every_s=60 * options.commit_minutes,
         results_only=options.results_only,
         retry_failed=options.retry_failed,
+        finishes=options.finish,
     )
 
 
 def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
     """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
-    if count is None and index is None and "SLURM_ARRAY_TASK_ID" in environment:
-        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
-        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1") or 1)
-        count = int(environment["SLURM_ARRAY_TASK_COUNT"])
-        index = (int(environment["SLURM_ARRAY_TASK_ID"]) - first) // step
+    if index is None and "SLURM_ARRAY_TASK_ID" in environment:
+        count, index = _slurm_shard(count, environment)
         say(f"shard {index} of {count}, as the Slurm array says")
     if (count is None) != (index is None):
         raise UsageError("--num-shards and --shard-index go together; give both")
@@ -146,12 +146,28 @@ def shard_of(count: int | None, index: int | None, environment: Mapping[str, str
     return shard
 
 
+def _slurm_shard(count: int | None, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return (shards, index) of a Slurm array's task.
+
+    Where --num-shards is given the task's number is the index: so a few tasks of an array can be run again.
+    """
+    try:
+        task = int(environment["SLURM_ARRAY_TASK_ID"])
+        if count is not None:
+            return count, task
+        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+        return int(environment["SLURM_ARRAY_TASK_COUNT"]), (task - first) // step
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"the variables of the Slurm array make no shard ({error!r}); give --num-shards and --shard-index"
+        ) from error
+
+
 def saturate_server(
     options: SaturateOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Get a server and keep it full with the pages of the blocks `todo`."""
-    if options.finish:
-        raise UsageError(f"--finish: {len(todo)} blocks are not there yet; run without it first")
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill

@@ -1,6 +1,6 @@
 """The rules of the window: what is remembered and what is seen make a decision that names its rule.
 
-All of it is pure. Throughput is what counts; latency, the engine's gauges and its refusals are signs on the way to it.
+All of it is pure. Throughput is what counts; latency, the engine's gauges and its refusals are signs on the way.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ SERVE_ARGS = (
     "--no-enable-prefix-caching",
     "--max-model-len=4096",  # the largest page and 400 tokens of text must fit
     "--enforce-eager",
-    # A prompt cut in two, of a request with a seed, kills the engine on CPU: "CPU Generator does not use offset" (0.32.0).
+    # With a seed, a prompt cut in two kills the engine on CPU (0.32.0): "CPU Generator does not use offset".
     "--no-enable-chunked-prefill",
 )
 START_TIMEOUT_S = 400  # 25 s on two free cores; several minutes where others use them too
