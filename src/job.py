@@ -42,7 +42,6 @@ from .report import Tally, say
 from .result import SOUND
 from .source import Source, open_source
 
-
 MOST_FILES_IN_A_FOLDER = 10_000
 
 

@@ -855,8 +855,7 @@ class Stub:
     async def _send(self, request: web.Request, body: Mapping[str, Any], answer: Answer) -> web.StreamResponse:
         model = str(body.get("model") or self.names[0])
         if not body.get("stream"):
-            content = json.dumps(completion_body(answer, model, self.fingerprint), separators=(",", ":"))
-            return web.Response(text=content, content_type="application/json")
+            return json_answer(completion_body(answer, model, self.fingerprint))
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -920,7 +919,8 @@ def _parts(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def json_answer(data: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """A JSON body as vLLM sends it: its type says nothing of a charset."""
     named = {"Content-Type": "application/json", **(headers or {})}
-    return web.Response(body=json.dumps(data).encode(), status=status, headers=named)
+    content = json.dumps(data, separators=(",", ":")).encode()
+    return web.Response(body=content, status=status, headers=named)
 
 
 def reset_connection(request: web.Request) -> None:
