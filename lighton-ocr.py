@@ -44,15 +44,19 @@ the same questions and writes the same blocks.
 #   blocks: Blocks of rows: their names, how one is written, and what is there already.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 #   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
+#   patience: Patience with the network: what fails for a while is tried again, within bounds.
+#   stream: Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded
+#       ahead.
 #   source: Rows of a dataset by address, undecoded.
 #   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
-#   window: How many pages may be in flight: a window that grows on evidence, and what bounds a run.
+#   window_rules: The rules of the window: what is remembered and what is seen make a decision that names its rule.
+#   window: How many pages may be in flight: a window that grows on evidence.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
 #   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #   models: The profiles: everything that differs between the LightOnOCR generations.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
-#   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
 #   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
 #   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
@@ -689,6 +693,7 @@ SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the sett
 LAYOUT_VERSION = 1
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
+COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
 
 
 @dataclass(frozen=True)
@@ -745,11 +750,17 @@ class Blocks(Protocol):
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block."""
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Find out whether blocks can be written, where that is asked; go on with what an earlier run left behind."""
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep a second run out of what this one writes, and leave nothing half done behind."""
@@ -788,17 +799,22 @@ class BlockFolder:
 
         return pq.read_table(self.path(number), columns=columns)
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        import pyarrow.parquet as pq
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        return count_values(self.path(number), column)
 
-        metadata: dict[bytes, bytes] = pq.read_schema(self.path(min(self.closed()))).metadata or {}
-        return metadata.get(SETTINGS_KEY)
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
+        closed = self.closed()
+        return [settings_in(self.path(min(closed)))] if closed else []
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
         for number in self.closed():
             self.path(number).unlink()
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Nothing is to be done: the lock has shown that blocks can be written."""
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -835,6 +851,38 @@ class BlockFolder:
         half.replace(path)
 
 
+def settings_in(file: Any) -> bytes | None:
+    """Return what a block says of the settings it was made with; None if it says nothing."""
+    import pyarrow.parquet as pq
+
+    metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+    return metadata.get(SETTINGS_KEY)
+
+
+def count_values(source: Any, column: str) -> Counter[str]:
+    """Count the values in a column of strings; of row groups in which all are the same, the footer alone is read."""
+    import pyarrow.parquet as pq
+
+    counts: Counter[str] = Counter()
+    with pq.ParquetFile(source) as file:
+        for group in range(file.metadata.num_row_groups):
+            value = _only_value(file.metadata.row_group(group), column)
+            if value is None:
+                counts.update(file.read_row_group(group, [column])[column].to_pylist())
+            else:
+                counts[value] += file.metadata.row_group(group).num_rows
+    return counts
+
+
+def _only_value(group: Any, column: str) -> str | None:
+    """Return the value that all rows of a row group have in a column, where the statistics in the footer say so."""
+    places = (group.column(place) for place in range(group.num_columns - 1, -1, -1))  # ours stand last
+    statistics = next((place.statistics for place in places if place.path_in_schema == column), None)
+    if statistics is None or not statistics.has_min_max or statistics.null_count or statistics.min != statistics.max:
+        return None
+    return str(statistics.min)
+
+
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ, one line each."""
     return [
@@ -864,8 +912,10 @@ def new_columns(output_column: str) -> tuple[str, ...]:
     return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
 
 
-def check_columns(schema: pa.Schema, output_column: str) -> None:
+def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
     """Raise `UsageError` where the input has a column that the run would add."""
+    if results_only and ROW_COLUMN in schema.names:
+        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only adds; leave that out")
     clash = [column for column in new_columns(output_column) if column in schema.names]
     if clash:
         raise UsageError(
@@ -939,7 +989,7 @@ def block_table(
         kept or appended_info(before, info)
         for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
     ]
-    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:  # the input may have one of its own
         values[ROW_COLUMN] = [int(address) for address in addresses]
     columns = [
         pa.chunked_array([pa.array(values[column.name], type=column.type)])
@@ -972,11 +1022,18 @@ def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow |
 
 def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
     """Count the statuses of all rows in some closed blocks."""
-    column = new_columns(output_column)[1]
     counts: Counter[str] = Counter()
-    for number in numbers:
-        counts.update(blocks.read(number, [column])[column].to_pylist())
+    for block_counts in statuses_of(blocks, numbers, output_column).values():
+        counts.update(block_counts)
     return counts
+
+
+def statuses_of(blocks: Blocks, numbers: Iterable[int], output_column: str) -> dict[int, Counter[str]]:
+    """Count the statuses in each of some closed blocks."""
+    column = new_columns(output_column)[1]
+    wanted = list(numbers)
+    with ThreadPoolExecutor(COUNT_THREADS) as pool:
+        return dict(zip(wanted, pool.map(lambda number: blocks.count(number, column), wanted), strict=True))
 
 
 def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
@@ -1257,15 +1314,197 @@ class Outcome:
         )
 
 
+# ---- patience --------------------------------------------------------------------------------------------------------
+# Patience with the network: what fails for a while is tried again, within bounds.
+#
+# The Hub refuses for many reasons that pass: quotas, races of several writers, its own troubles. How long it wants to
+# be left alone it says itself.
+
+
+ValueT = TypeVar("ValueT")
+PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
+FIRST_NETWORK_PAUSE_S = 1.0
+
+
+class Patience:
+    """For how long something is tried again. `hurry` shortens it, from any thread: the run has to end."""
+
+    def __init__(self, retry_for_s: float, longest_pause_s: float = 60.0) -> None:
+        self._retry_for_s = retry_for_s
+        self._longest_pause_s = longest_pause_s
+        self._hurried = threading.Event()
+        self._last_moment = math.inf
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the run has to end soon."""
+        return self._hurried.is_set()
+
+    def hurry(self, within_s: float) -> None:
+        """Try nothing again after so many seconds, and end the pause of now."""
+        self._last_moment = min(self._last_moment, time.monotonic() + within_s)
+        self._hurried.set()
+
+    def call(self, action: Callable[[], ValueT], what: str) -> ValueT:
+        """Do something that may fail for a while; raise its last error where it fails for good."""
+        give_up_at = time.monotonic() + self._retry_for_s
+        pause_s = FIRST_NETWORK_PAUSE_S
+        while True:
+            try:
+                return action()
+            except network_errors() as error:
+                wait_s = max(wished_pause_s(error), pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                if is_permanent(error) or time.monotonic() >= min(give_up_at, self._last_moment):
+                    raise
+                say(f"{what} fails for now ({_in_short(error)}); trying again in {wait_s:.0f} s")
+                if self.is_hurried:
+                    time.sleep(min(wait_s, FIRST_NETWORK_PAUSE_S))
+                else:
+                    self._hurried.wait(wait_s)
+                pause_s = min(self._longest_pause_s, 2 * pause_s)
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether trying again can't help: the Hub said no, or a file is not there."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+    return bool(status < 500 and status not in PASSING)
+
+
+def wished_pause_s(error: Exception) -> float:
+    """Return the seconds after which the Hub wants to be asked again; 0 where it does not say."""
+    headers: Any = getattr(getattr(error, "response", None), "headers", None)
+    if headers is None:
+        return 0.0
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(headers.get("retry-after") or ""))
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    limit = parse_ratelimit_headers(headers)
+    return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0
+
+
+def _in_short(error: Exception) -> str:
+    words = f"{type(error).__name__}: {error}".strip()
+    return words.splitlines()[0][:300]
+
+
+# ---- stream ----------------------------------------------------------------------------------------------------------
+# Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded ahead.
+#
+# A stream has no addresses. It is read forward; a row before the place where it stands, or a stream that broke, means
+# opening it anew and passing over the rows before.
+
+
+class StreamedRows:
+    """Rows of a stream, read forward. `open_stream` opens it at a row; `num_rows` is how many there are.
+
+    `home` is the address below which the dataset's files lie: a picture that is an address there is fetched, any other
+    address or path stays what it is.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[int], Iterator[dict[str, Any]]],
+        schema: pa.Schema,
+        num_rows: int,
+        home: str,
+        patience: Patience,
+    ) -> None:
+        self.schema = schema
+        self.num_rows = num_rows
+        self._open_stream = open_stream
+        self._home = home
+        self._patience = patience
+        self._stream: Iterator[dict[str, Any]] | None = None
+        self._at = 0
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address; cheapest is a range that goes on where the last read ended."""
+        import pyarrow as pa
+
+        wanted = [int(address) for address in addresses]
+        found = {address: self._row(address) for address in sorted(set(wanted))}
+        return pa.Table.from_pylist([found[address] for address in wanted], schema=self.schema)
+
+    def _row(self, address: int) -> dict[str, Any]:
+        place = f"reading row {address} of the input"
+        try:
+            row = self._patience.call(lambda: self._next(address), place)
+            return self._patience.call(lambda: {name: self._fetched(cell) for name, cell in row.items()}, place)
+        except StopIteration:
+            raise SourceError(
+                f"the input ended at row {self._at}, but has {self.num_rows} rows by its card; "
+                f"give --max-samples {self._at}"
+            ) from None
+        except network_errors() as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _next(self, address: int) -> dict[str, Any]:
+        stream, self._stream = self._stream, None  # one that breaks is opened anew
+        if stream is None or address < self._at:
+            stream, self._at = self._open_stream(address), address
+        while True:
+            row = next(stream)
+            self._at += 1
+            if self._at > address:
+                self._stream = stream
+                return row
+
+    def _fetched(self, cell: Any) -> Any:
+        """Return a cell with the bytes in it of a picture that is an address of this dataset's own files."""
+        if not isinstance(cell, dict) or set(cell) != {"bytes", "path"} or cell["bytes"] is not None:
+            return cell
+        address = str(cell["path"])
+        if not address.startswith(self._home) or ".." in address.split("/"):
+            return cell
+        import fsspec
+
+        with fsspec.open(address, "rb") as file:
+            return {"bytes": file.read(), "path": address.rpartition("/")[2]}
+
+
+def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
+    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
+    streamed = builder.as_streaming_dataset(split=split).decode(False)
+    splits = builder.info.splits or {}
+    is_folder = builder.name == "imagefolder"
+    if is_folder and any(map(_is_packed, builder.config.data_files[split])):
+        return None  # the addresses of its pictures are not those of files
+    if split in splits and splits[split].num_examples:
+        num_rows = int(splits[split].num_examples)
+    elif is_folder:
+        num_rows = sum(1 for _ in streamed)  # names only: no picture is fetched
+    else:
+        return None
+    features = streamed.features or streamed._resolve_features().features
+    return StreamedRows(
+        lambda start: iter(streamed.skip(start) if start else streamed),
+        features.arrow_schema,
+        num_rows,
+        f"hf://datasets/{name}@{revision}/",
+        patience,
+    )
+
+
+def _is_packed(file: str) -> bool:
+    return str(file).lower().endswith((".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z", ".rar"))
+
+
 # ---- source ----------------------------------------------------------------------------------------------------------
 # Rows of a dataset by address, undecoded.
 #
 # A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
 # local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
-# is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything else
-# that `datasets` can load is memory-mapped by it.
+# is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything
+# else that `datasets` can load is streamed where that is asked for, or memory-mapped by it. What the Hub fails to give
+# is asked for again from where it broke off, for a while.
 
 
+SOURCE_RETRY_S = 600.0
+LONGEST_SOURCE_PAUSE_S = 30.0
+FOOTER_THREADS = 16
 BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -1286,6 +1525,7 @@ class Source:
 
     `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
     `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
+    `patience` is that with a Hub which fails to give the rows.
     """
 
     name: str
@@ -1296,6 +1536,7 @@ class Source:
     fingerprint: str
     is_private: bool
     roots: tuple[Path, ...] = ()
+    patience: Patience = field(default_factory=lambda: Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S))
 
     def read(self, positions: range) -> pa.Table:
         """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
@@ -1313,9 +1554,11 @@ def open_source(
     max_samples: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
+    streaming: bool = False,
 ) -> Source:
     """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
 
+    `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
     """
     import datasets
@@ -1324,6 +1567,7 @@ def open_source(
     datasets.logging.set_verbosity_error()
     path = Path(name).expanduser()
     is_local = path.exists()
+    patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
     if not is_local and not HUB_ID.fullmatch(name):
         raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
     try:
@@ -1331,7 +1575,8 @@ def open_source(
             fingerprint, is_private, pinned = local_fingerprint(path), True, None
         else:
             fingerprint, is_private, pinned = hub_fingerprint(name, revision)
-        found = _open_rows(str(path) if is_local else name, config, split, pinned, is_local)
+        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
+        found = _open_rows(wanted, patience)
     except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
     rows, split_name, paths_are_ours = found
@@ -1351,6 +1596,7 @@ def open_source(
         fingerprint=fingerprint,
         is_private=is_private,
         roots=roots,
+        patience=patience,
     )
 
 
@@ -1429,12 +1675,24 @@ def _hub_roots(repo_id: str) -> tuple[Path, ...]:
     )
 
 
-def _open_rows(
-    name: str, config: str | None, split: str | None, revision: str | None, is_local: bool
-) -> tuple[Rows, str, bool]:
+@dataclass(frozen=True)
+class _Wanted:
+    """Which rows are to be opened, and how they will be read."""
+
+    name: str
+    config: str | None
+    split: str | None
+    revision: str | None
+    is_local: bool
+    streaming: bool
+    shuffled: bool
+
+
+def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
     """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
     import datasets
 
+    name, split, is_local = wanted.name, wanted.split, wanted.is_local
     path = Path(name)
     if is_local and (path / "dataset_dict.json").exists():
         splits = datasets.load_from_disk(name)
@@ -1448,12 +1706,22 @@ def _open_rows(
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
         chosen = choose_split(["train"], split)
         return ParquetRows([name]), chosen, False
-    builder = datasets.load_dataset_builder(name, name=config, revision=revision)
+    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
     files = builder.config.data_files or {}
     chosen = choose_split([str(key) for key in files], split)
     if builder.name == "parquet":
-        return ParquetRows([str(file) for file in files[chosen]], builder.info.features), chosen, False
-    loaded = datasets.load_dataset(name, name=config, revision=revision, split=chosen)
+        return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
+    if wanted.streaming and not is_local:
+        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
+        if streamed:
+            return streamed, chosen, False
+        reason = (
+            "--shuffle reads it in another order"
+            if wanted.shuffled
+            else "how many rows it has stands nowhere, or it is packed"
+        )
+        say(f"{name} can't be streamed, for {reason}: downloading it")
+    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
 
 
@@ -1485,9 +1753,9 @@ class RowGroup:
 class ParquetRows:
     """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
 
-    def __init__(self, files: Sequence[str], features: Any = None) -> None:
-
-        with ThreadPoolExecutor(8) as pool:
+    def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience(0.0)
+        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
             footers = list(pool.map(_footer, files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
@@ -1520,15 +1788,29 @@ class ParquetRows:
             start += part.num_rows
 
     def _batch_at(self, address: int) -> tuple[int, pa.Table]:
-        """Return (address of its first row, batch) of the batch that holds `address`, going on in the open stream."""
+        """Return (address of its first row, batch) of the batch that holds `address`, trying again where that helps."""
+        import pyarrow as pa
+
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        place = f"reading {group.file}, row group {group.index},"
+        try:
+            if "://" in group.file:
+                return self._patience.call(lambda: self._sought(address), place)
+            return self._sought(address)
+        except (*network_errors(), pa.ArrowInvalid) as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _sought(self, address: int) -> tuple[int, pa.Table]:
+        """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""
         if self._stream is None or not self._stream_reaches(address):
             group = self._groups[bisect.bisect_right(self._starts, address) - 1]
             self._stream = (group.start, self._open(group), self.schema.empty_table())
         start, batches, batch = self._stream
+        self._stream = None
         while address >= start + batch.num_rows:
             start += batch.num_rows
             batch = self._fit(next(batches))
-            self._stream = (start, batches, batch)
+        self._stream = (start, batches, batch)
         return start, batch
 
     def _stream_reaches(self, address: int) -> bool:
@@ -1537,14 +1819,10 @@ class ParquetRows:
         return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
 
     def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-        except (*network_errors(), pa.ArrowInvalid) as error:
-            raise SourceError(f"reading {group.file}, row group {group.index}: {error}; run again to resume") from error
+        with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
+            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:
         """Give a batch the schema of the first file: later files may order or widen their columns differently."""
@@ -1753,14 +2031,12 @@ def metrics_url(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1") + "/metrics"
 
 
-# ---- window ----------------------------------------------------------------------------------------------------------
-# How many pages may be in flight: a window that grows on evidence, and what bounds a run.
+# ---- window_rules ----------------------------------------------------------------------------------------------------
+# The rules of the window: what is remembered and what is seen make a decision that names its rule.
 #
-# `Rules.decide` is pure: what is remembered (`WindowState`) and what is seen now (`Observation`) make a `Decision` that
-# names its rule. `Window` is what the flow holds: pages enter and leave it, and twice a second it is told what is seen.
+# All of it is pure. Throughput is what counts; latency, the engine's gauges and its refusals are signs on the way.
 
 
-TICK_S = 0.5  # how often `Window.observe` is meant to be called
 ROUND_ANSWERS = 96  # throughput is compared over so many answers,
 ROUND_S = 90.0  # or those of so long a time, where they are slower
 PROBE_AFTER_S = 15.0
@@ -2243,7 +2519,14 @@ def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
     return "limit" if at_the_top or state.phase in {"start", "ramp"} else "engine"
 
 
-# --- the window ---
+# ---- window ----------------------------------------------------------------------------------------------------------
+# How many pages may be in flight: a window that grows on evidence.
+#
+# `Window` is what the flow holds: pages enter and leave it, and twice a second it is told what is seen, asks the rules,
+# and changes its size.
+
+
+TICK_S = 0.5  # how often `Window.observe` is meant to be called
 
 
 class Gate:
@@ -2544,6 +2827,7 @@ async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Wind
             raise _first(group) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
 
 
 def _first(group: BaseExceptionGroup[JobError]) -> JobError:
@@ -2587,7 +2871,9 @@ class _Run(Generic[RequestT]):
             self._open and sum(self._open.values()) > OPEN_BLOCK_BYTES
         ):
             self._closed_one.clear()
-            await self._closed_one.wait()
+            with contextlib.suppress(TimeoutError):  # the window may have grown meanwhile
+                async with asyncio.timeout(1.0):  # `wait_for` may swallow a cancellation before Python 3.12
+                    await self._closed_one.wait()
 
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
         block = await asyncio.to_thread(self._read, number)
@@ -2595,6 +2881,7 @@ class _Run(Generic[RequestT]):
         for index, result in enumerate(block.results):
             if result is None:
                 await self._window.ahead.enter()
+                await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
                 pages.create_task(self._page(block, index))
         if not block.missing:
             await self._close(block)
@@ -2677,29 +2964,278 @@ class _Run(Generic[RequestT]):
             ) from error
 
 
+# ---- publish ---------------------------------------------------------------------------------------------------------
+# The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
+
+
+CARD_RETRY_S = 300.0
+CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
+CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any."""
+
+    folder: Path
+    repo_id: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.folder)
+
+
+def choose_output(name: str, work_dir: str | None) -> Output:
+    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
+    path = Path(name).expanduser()
+    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+        return Output(Path(work_dir) if work_dir else cache / name.replace("/", "--"), repo_id=name)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
+    if work_dir:
+        raise UsageError(f"--work-dir is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
+    return Output(path)
+
+
+def check_output_is_apart(output: Output, input_name: str) -> None:
+    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
+    if output.repo_id and output.repo_id == input_name:
+        raise UsageError(f"input and output are both {input_name!r}; name another output")
+    source = Path(input_name).expanduser()
+    if not source.exists():
+        return
+    here, there = output.folder.resolve(), source.resolve()
+    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
+        raise UsageError(
+            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
+        )
+
+
+def check_token(output: Output) -> None:
+    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
+    if output.repo_id is None:
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        user = HfApi().whoami()
+    except network_errors() as error:
+        raise UsageError(
+            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
+            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+        ) from error
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+
+
+def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return
+    except network_errors() as error:
+        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
+    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
+    if blocks:
+        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
+            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
+        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
+
+
+def card_text(
+    earlier: str,
+    *,
+    input_name: str,
+    plan: BlockPlan,
+    statuses: Mapping[str, int] | None,
+    facts: Mapping[str, Any],
+    command: str,
+    written: str = "",
+) -> str:
+    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
+
+    `statuses` is None while blocks come in that nobody has counted yet. `written` says when the last block was written:
+    `load_dataset` caches a local folder with a card by what the card says alone (datasets 5.2), so that without it a
+    finished output would load as the unfinished one loaded before.
+    """
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    data: dict[str, Any] = {}
+    people_wrote = earlier
+    if earlier.startswith("---"):
+        card = DatasetCard(earlier, ignore_metadata_errors=True)
+        data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
+    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    if written and statuses is not None:
+        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
+    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
+    data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
+    body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
+    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def names_split(card: str, split: str) -> bool:
+    """Whether the YAML of a card says already where the files of a split lie."""
+    from huggingface_hub import DatasetCard
+
+    if not card.startswith("---"):
+        return False
+    data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
+    configs = [config for config in data.get("configs") or [] if config.get("config_name") == "default"]
+    files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
+    return any(file.get("split") == split for file in files)
+
+
+def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in `default`."""
+    others = [dict(config) for config in configs if config.get("config_name") != "default"]
+    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
+    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
+    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
+    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
+    return [default, *others]
+
+
+def _with_section(text: str, section: str) -> str:
+    """Put our section where it was, or at the end."""
+    before, begin, rest = text.partition(CARD_BEGIN)
+    after = rest.partition(CARD_END)[2] if begin else ""
+    return f"{before.strip()}\n\n{section}\n\n{after.strip()}".strip()
+
+
+def _section(
+    input_name: str, plan: BlockPlan, statuses: Mapping[str, int] | None, facts: Mapping[str, Any], command: str
+) -> str:
+    state, counted = _how_far(plan, statuses)
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
+    return (
+        f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
+        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
+    )
+
+
+def _how_far(plan: BlockPlan, statuses: Mapping[str, int] | None) -> tuple[str, str]:
+    """Say what is missing yet, and what is there."""
+    if statuses is None:
+        return f"\n**Unfinished**: blocks come in as they close, until there are {plan.num_rows} rows.\n", ""
+    done = sum(statuses.values())
+    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
+    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    return "" if done == plan.num_rows else unfinished, f"{done} rows: {counts}.\n\n"
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_card(output: Output, **contents: Any) -> None:
+    """Write the card beside the blocks; an existing card's own text is kept."""
+    path = output.folder / "README.md"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    folder = BlockFolder(output.folder, contents["plan"].split)
+    newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
+    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
+    half.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
+    half.replace(path)
+
+
+def read_card(repo_id: str) -> tuple[str, str]:
+    """Return (commit, card) of a Hub dataset as it is now; the card is empty where there is none."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    commit = str(HfApi().dataset_info(repo_id).sha)
+    try:
+        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=commit)
+    except EntryNotFoundError:
+        return commit, ""
+    return commit, Path(path).read_text(encoding="utf-8")
+
+
+def publish_card(output: Output, **contents: Any) -> None:
+    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
+    assert output.repo_id is not None
+    repo_id = output.repo_id
+
+    def write_it() -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        commit, earlier = read_card(repo_id)
+        text = card_text(earlier, **contents)
+        if text != earlier:
+            addition = CommitOperationAdd("README.md", text.encode())
+            # upon the card that was read: another run's would be lost
+            HfApi().create_commit(repo_id, [addition], repo_type="dataset", commit_message="Card", parent_commit=commit)
+
+    try:
+        Patience(CARD_RETRY_S).call(write_it, f"writing the card of {repo_id}")
+    except network_errors() as error:
+        raise PublishError(
+            f"the blocks are in {repo_id}, but its card could not be written: {error}. "
+            "The same command with --finish writes it"
+        ) from error
+
+
+def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
+    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
+    assert output.repo_id is not None
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=output.repo_id,
+            repo_type="dataset",
+            folder_path=output.folder,
+            allow_patterns=["README.md", f"data/{split}-*.parquet"],
+            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
+            commit_message=f"Text of split {split}",
+        )
+    except network_errors() as error:
+        raise PublishError(
+            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
+            "the same command publishes them without asking about a page again"
+        ) from error
+    return f"{api.endpoint}/datasets/{output.repo_id}"
+
+
 # ---- hub_blocks ------------------------------------------------------------------------------------------------------
 # Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #
 # A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
-# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
-# folder, so that the disk holds what is under way and no more.
+# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the
+# local folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the
+# next run on the machine commits it.
 
 
-MOST_STAGED = 64  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
 MOST_IN_A_COMMIT = 200
-LONGEST_HUB_PAUSE_S = 60.0
+MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
+PUBLISH_RETRY_S = 1800.0
+LOOK_RETRY_S = 120.0
+HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
 
-
-@dataclass
-class _Staged:
-    """Blocks on their way to the Hub: `uploaded` ones wait for the next commit."""
-
-    uploaded: list[Any] = field(default_factory=list)
-    last_commit: float = field(default_factory=time.monotonic)
+LookedT = TypeVar("LookedT")
 
 
 class HubBlocks:
-    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`."""
+    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`.
+
+    `first_card` makes, of the card that is there, one in which the split is named. It goes out with the first commit:
+    what `load_dataset` needs has to stand there as long as the run is under way, too.
+    """
 
     def __init__(
         self,
@@ -2708,43 +3244,64 @@ class HubBlocks:
         staging: Path,
         *,
         private: bool,
+        first_card: Callable[[str], str],
         shard: Shard = WHOLE,
         commit_every_s: float = 600.0,
-        retry_for_s: float = 1800.0,
     ) -> None:
         self.repo_id = repo_id
         self.split = split
-        self.commits = 0
+        self._first_card = first_card
         self._local = BlockFolder(staging, split, shard)
         self._private = private
+        self._shard = shard
         self._commit_every_s = commit_every_s
-        self._retry_for_s = retry_for_s
-        self._there: set[int] | None = None
+        self._patience = Patience(PUBLISH_RETRY_S)
+        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(MOST_STAGED)
-        self._staged = _Staged()
+        self._uploaded: list[tuple[int, Any]] = []
+        self._last_commit = time.monotonic()
+        self._card_names_us = False
+        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
+        self._room = threading.Condition()
+        self._most_bytes = MOST_STAGED_BYTES
         self._failure: PublishError | None = None
-        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     # What is there
 
     def closed(self) -> set[int]:
         """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
-        if self._there is None:
-            self._there = self._listed()
-        return self._there | self._local.closed()
+        here = self._closed_here()  # before the others: a block goes from here to there
+        return here | self._on_hub().keys()
 
-    def _listed(self) -> set[int]:
+    def _closed_here(self) -> set[int]:
+        """Only this shard's: other shards of this machine share the folder, and publish their own."""
+        return {number for number in self._local.closed() if self._shard.holds(number)}
+
+    def _on_hub(self) -> dict[int, int]:
+        if self._there is None:
+            self._there = self._looked(self._listed, "listing its blocks")
+        return self._there
+
+    def _listed(self) -> dict[int, int]:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
+        found: dict[int, int] = {}
         try:
-            entries = list(HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"))
+            for entry in HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"):
+                number = block_number(self.split, entry.path.removeprefix("data/"))
+                if number is not None:
+                    found[number] = int(getattr(entry, "size", 0))
         except (RepositoryNotFoundError, EntryNotFoundError):
-            return set()
-        numbers = (block_number(self.split, entry.path.removeprefix("data/")) for entry in entries)
-        return {number for number in numbers if number is not None}
+            return {}
+        return found
+
+    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        try:
+            return Patience(LOOK_RETRY_S).call(look, f"{self.repo_id}: {what}")
+        except network_errors() as error:
+            raise PublishError(f"{self.repo_id}: {what} failed: {error}; run again to go on") from error
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
@@ -2754,27 +3311,39 @@ class HubBlocks:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
         import pyarrow.parquet as pq
 
-        if number in self._local.closed():
-            return self._local.read(number, columns)
-        with self._open(number) as file:
-            return pq.read_table(file, columns=columns)
+        return self._with(number, lambda file: pq.read_table(file, columns=columns))
 
-    def stored_settings(self) -> bytes | None:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        import pyarrow.parquet as pq
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        return self._with(number, lambda file: count_values(file, column))
 
-        number = min(self._local.closed() or self.closed())
-        if number in self._local.closed():
-            return self._local.stored_settings()
-        with self._open(number) as file:
-            metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
-        return metadata.get(SETTINGS_KEY)
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
+        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
+        return [self._with(number, settings_in) for number in sorted(firsts)]
 
-    def _open(self, number: int) -> Any:
+    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
+        """Look into a block's file, here or on the Hub."""
+        if number in self._closed_here():
+            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
+                return look(self._local.path(number))
+
+        def look_there() -> LookedT:
+            with self._opened(number) as file:
+                return look(file)
+
+        return self._looked(look_there, f"reading {block_name(self.split, number)}")
+
+    def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
 
+        # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
+        # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{block_name(self.split, number)}", "rb", block_size=256 * 1024
+            f"datasets/{self.repo_id}/{block_name(self.split, number)}",
+            "rb",
+            size=self._on_hub()[number],
+            block_size=REMOTE_BLOCK_BYTES,
         )
 
     # What is written
@@ -2783,14 +3352,21 @@ class HubBlocks:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
         from huggingface_hub import CommitOperationDelete, HfApi
 
-        self._local.remove_all()
-        there = self._listed()
-        if there:
-            deletions = [CommitOperationDelete(block_name(self.split, number)) for number in sorted(there)]
-            HfApi().create_commit(
-                self.repo_id, deletions, repo_type="dataset", commit_message=f"Start split {self.split} anew"
-            )
-        self._there = set()
+        for number in self._closed_here():
+            self._local.path(number).unlink()
+
+        def remove_there() -> None:
+            names = [block_name(self.split, number) for number in sorted(self._listed())]
+            if names:
+                HfApi().create_commit(
+                    self.repo_id,
+                    [CommitOperationDelete(name) for name in names],
+                    repo_type="dataset",
+                    commit_message=f"Start split {self.split} anew",
+                )
+
+        self._looked(remove_there, "removing the blocks that are there")
+        self._there = {}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -2799,31 +3375,68 @@ class HubBlocks:
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
         with self._local.locked():
-            for number in sorted(self._local.closed()):  # closed by a run that could not publish them
-                self._waiting.put(number)
-            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
-            self._thread.start()
+            self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+            first_error = None
             try:
                 yield
+            except BaseException as error:
+                first_error = error
+                raise
             finally:
-                self.flush()
+                self._end(first_error)
+            self._there = None  # other shards have added theirs
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Create the dataset where it is missing, and send on their way the blocks that an earlier run left here.
+
+        Creating it shows, before any GPU time, whether we may write there.
+        """
+        from huggingface_hub import HfApi
+
+        leftovers = sorted(self._closed_here())
+        if to_write or leftovers:
+            self._looked(
+                lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True),
+                "creating it",
+            )
+        for number in leftovers:
+            self._send_on_its_way(number)
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write a block here and send it on its way; waits where too many are under way."""
-        while not self._room.acquire(timeout=1.0):
-            self._raise_failure()
+        with self._room:
+            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
+                self._raise_failure()
+                self._room.wait(1.0)
         self._local.write(number, table)
-        self._waiting.put(number)
+        self._send_on_its_way(number)
         self._raise_failure()
 
-    def flush(self) -> None:
+    def _send_on_its_way(self, number: int) -> None:
+        with self._room:
+            self._staged[number] = self._local.path(number).stat().st_size
+        self._waiting.put(number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
+            self._thread.start()
+
+    def _end(self, first_error: BaseException | None) -> None:
         """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
         if self._thread is None:
             return
-        self._stopping.set()
+        if isinstance(first_error, Interrupted):
+            self._patience.hurry(HURRY_S)
         self._waiting.put(None)
-        self._thread.join()
-        self._thread = None
+        try:
+            self._thread.join()
+        except Interrupted:
+            self._patience.hurry(HURRY_S)
+            self._thread.join()
+            raise
+        finally:
+            self._thread = None
+        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
+            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -2834,16 +3447,13 @@ class HubBlocks:
 
     def _upload(self) -> None:
         try:
-            self._create_repo()
             while True:
-                wait_s = max(0.0, self._staged.last_commit + self._commit_every_s - time.monotonic())
-                with contextlib.suppress(queue.Empty):
-                    number = self._waiting.get(timeout=wait_s if self._staged.uploaded else None)
-                    if number is None:
-                        break
+                number = self._next_closed()
+                if number is None:
+                    break
+                if number >= 0:
                     self._send(number)
-                due = time.monotonic() >= self._staged.last_commit + self._commit_every_s
-                if self._staged.uploaded and (due or len(self._staged.uploaded) >= MOST_IN_A_COMMIT):
+                if self._uploaded and self._is_due():
                     self._commit()
             self._commit()
         except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
@@ -2851,60 +3461,70 @@ class HubBlocks:
                 f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
                 f"in {self._local.root}; the same command publishes it without asking about a page again"
             )
+        finally:
+            with self._room:
+                self._room.notify_all()
 
-    def _create_repo(self) -> None:
-        from huggingface_hub import HfApi
+    def _next_closed(self) -> int | None:
+        """Wait for the next closed block; None at the end, −1 where a commit is due before it comes."""
+        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
+        try:
+            return self._waiting.get(timeout=wait_s if self._uploaded else None)
+        except queue.Empty:
+            return -1
 
-        self._retried(
-            lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True)
+    def _is_due(self) -> bool:
+        since_s = time.monotonic() - self._last_commit
+        return (
+            since_s >= self._commit_every_s
+            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
+            or len(self._uploaded) >= MOST_IN_A_COMMIT
+            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
         )
 
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
         addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
-        self._retried(lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"))
-        self._staged.uploaded.append((number, addition))
+        self._patience.call(
+            lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
+            f"uploading to {self.repo_id}",
+        )
+        self._uploaded.append((number, addition))
 
     def _commit(self) -> None:
-        from huggingface_hub import HfApi
-
-        uploaded, self._staged.uploaded = self._staged.uploaded, []
-        self._staged.last_commit = time.monotonic()
-        if not uploaded:
+        if not self._uploaded:
             return
-        additions = [addition for _, addition in uploaded]
-        message = f"{len(additions)} blocks of split {self.split}"
-        self._retried(
-            lambda: HfApi().create_commit(self.repo_id, additions, repo_type="dataset", commit_message=message)
-        )
-        self.commits += 1
-        for number, _ in uploaded:
-            assert self._there is not None
-            self._there.add(number)
-            self._local.path(number).unlink()
-            self._room.release()
+        self._patience.call(self._create_commit, f"committing to {self.repo_id}")
+        committed, self._uploaded = self._uploaded, []
+        self._last_commit = time.monotonic()
+        self._there = {**self._on_hub(), **{number: self._staged[number] for number, _ in committed}}
+        for number, _ in committed:
+            self._local.path(number).unlink(missing_ok=True)
+        with self._room:
+            for number, _ in committed:
+                del self._staged[number]
+            self._room.notify_all()
 
-    def _retried(self, action: Any) -> None:
-        """Do what the Hub may refuse for a while: quotas, races of several writers, its own troubles."""
-        give_up_at = time.monotonic() + self._retry_for_s
-        pause_s = 1.0
-        while True:
-            try:
-                action()
-            except network_errors() as error:
-                response = getattr(error, "response", None)
-                status = getattr(response, "status_code", None)
-                permanent = status is not None and status < 500 and status not in {408, 409, 412, 429}
-                if permanent or time.monotonic() >= give_up_at:
-                    raise
-                wished = float(response.headers.get("retry-after") or 0) if response is not None else 0.0
-                wait_s = max(wished, pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
-                say(f"the Hub refuses for now ({error}); trying again in {wait_s:.0f} s")
-                time.sleep(wait_s)
-                pause_s = min(LONGEST_HUB_PAUSE_S, 2 * pause_s)
-            else:
-                return
+    def _create_commit(self) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        operations = [addition for _, addition in self._uploaded]
+        parent = None
+        if not self._card_names_us:
+            commit, earlier = read_card(self.repo_id)
+            card = self._first_card(earlier)
+            if card != earlier:
+                operations.append(CommitOperationAdd("README.md", card.encode()))
+                parent = commit  # a card that another run writes meanwhile must not be lost
+        HfApi().create_commit(
+            self.repo_id,
+            operations,
+            repo_type="dataset",
+            commit_message=f"{len(self._uploaded)} blocks of split {self.split}",
+            parent_commit=parent,
+        )
+        self._card_names_us = True
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -3352,220 +3972,6 @@ def _default_words(default: Any, help_text: str) -> str:
     return "" if default in (None, "") or "default:" in help_text else f" (default: {default})"
 
 
-# ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
-
-
-CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
-CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any."""
-
-    folder: Path
-    repo_id: str | None = None
-
-    def __str__(self) -> str:
-        return self.repo_id or str(self.folder)
-
-
-def choose_output(name: str, work_dir: str | None) -> Output:
-    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
-    path = Path(name).expanduser()
-    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
-        return Output(Path(work_dir) if work_dir else cache / name.replace("/", "--"), repo_id=name)
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
-    if work_dir:
-        raise UsageError(f"--work-dir is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
-    return Output(path)
-
-
-def check_output_is_apart(output: Output, input_name: str) -> None:
-    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
-    if output.repo_id and output.repo_id == input_name:
-        raise UsageError(f"input and output are both {input_name!r}; name another output")
-    source = Path(input_name).expanduser()
-    if not source.exists():
-        return
-    here, there = output.folder.resolve(), source.resolve()
-    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
-        raise UsageError(
-            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
-        )
-
-
-def check_token(output: Output) -> None:
-    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
-    if output.repo_id is None:
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        user = HfApi().whoami()
-    except network_errors() as error:
-        raise UsageError(
-            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
-            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
-        ) from error
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
-
-
-def card_text(
-    earlier: str,
-    *,
-    input_name: str,
-    plan: BlockPlan,
-    statuses: Mapping[str, int],
-    facts: Mapping[str, Any],
-    command: str,
-    written: str = "",
-) -> str:
-    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
-
-    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
-    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
-    """
-    from huggingface_hub import DatasetCard, DatasetCardData
-
-    data: dict[str, Any] = {}
-    people_wrote = earlier
-    if earlier.startswith("---"):
-        card = DatasetCard(earlier, ignore_metadata_errors=True)
-        data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
-    data["configs"] = _with_split(data.get("configs") or [], plan.split)
-    if written:
-        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
-    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
-    data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
-    body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
-    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
-
-
-def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in `default`."""
-    others = [dict(config) for config in configs if config.get("config_name") != "default"]
-    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
-    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
-    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
-    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
-    return [default, *others]
-
-
-def _with_section(text: str, section: str) -> str:
-    """Put our section where it was, or at the end."""
-    before, begin, rest = text.partition(CARD_BEGIN)
-    after = rest.partition(CARD_END)[2] if begin else ""
-    return f"{before.strip()}\n\n{section}\n\n{after.strip()}".strip()
-
-
-def _section(
-    input_name: str, plan: BlockPlan, statuses: Mapping[str, int], facts: Mapping[str, Any], command: str
-) -> str:
-    done = sum(statuses.values())
-    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
-    state = (
-        ""
-        if done == plan.num_rows
-        else f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    )
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
-    return (
-        f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
-        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
-        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
-    )
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def write_card(output: Output, **contents: Any) -> None:
-    """Write the card beside the blocks; an existing card's own text is kept."""
-    path = output.folder / "README.md"
-    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    folder = BlockFolder(output.folder, contents["plan"].split)
-    newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
-    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
-    path.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
-
-
-def publish_card(output: Output, **contents: Any) -> None:
-    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
-    assert output.repo_id is not None
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    api = HfApi()
-    try:
-        try:
-            path = hf_hub_download(output.repo_id, "README.md", repo_type="dataset")
-            earlier = Path(path).read_text(encoding="utf-8")
-        except EntryNotFoundError:
-            earlier = ""
-        text = card_text(earlier, **contents)
-        if text != earlier:
-            api.upload_file(
-                path_or_fileobj=text.encode(), path_in_repo="README.md", repo_id=output.repo_id, repo_type="dataset"
-            )
-    except network_errors() as error:
-        raise PublishError(
-            f"the blocks are in {output.repo_id}, but its card could not be written: {error}. "
-            "The same command with --finish writes it"
-        ) from error
-
-
-def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
-    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
-    assert output.repo_id is not None
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=output.repo_id,
-            repo_type="dataset",
-            folder_path=output.folder,
-            allow_patterns=["README.md", f"data/{split}-*.parquet"],
-            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
-            commit_message=f"Text of split {split}",
-        )
-    except network_errors() as error:
-        raise PublishError(
-            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
-            "the same command publishes them without asking about a page again"
-        ) from error
-    return f"{api.endpoint}/datasets/{output.repo_id}"
-
-
 # ---- question --------------------------------------------------------------------------------------------------------
 # What is asked about a page: the same words, the same sampling and the same seed from every script.
 #
@@ -3614,11 +4020,15 @@ def page_sampling(question: Question, row: int) -> dict[str, Any]:
 # A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
 
 
+MOST_FILES_IN_A_FOLDER = 10_000
+
+
 @dataclass(frozen=True)
 class Way:
     """How a run goes about its blocks: which are its own, and what becomes of them.
 
-    `streams`: blocks of a Hub output go there as they close, and are committed every `commit_every_s` seconds.
+    `streams`: rows of a Hub input are streamed, blocks of a Hub output go there as they close, and are committed every
+    `commit_every_s` seconds. `finishes`: no page is asked about; all blocks have to be there.
     """
 
     shard: Shard = WHOLE
@@ -3626,6 +4036,7 @@ class Way:
     commit_every_s: float = 600.0
     results_only: bool = False
     retry_failed: bool = False
+    finishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -3652,6 +4063,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -3664,16 +4076,18 @@ class Run:
         """Return the numbers of the blocks to write: this run's that are missing; where asked, those with failures."""
         closed = self.at.blocks.closed()
         ours = [number for number in range(len(self.at.plan)) if self.way.shard.holds(number)]
-        return [
-            number for number in ours if number not in closed or (self.way.retry_failed and self._has_failures(number))
-        ]
+        failed: dict[int, int] = {}
+        if self.way.retry_failed:
+            there = [number for number in ours if number in closed]
+            for number, counts in statuses_of(self.at.blocks, there, self.options.output_column).items():
+                failed[number] = sum(count for status, count in counts.items() if status not in SOUND)
+        self.rows_again = sum(failed.values())
+        return [number for number in ours if number not in closed or failed.get(number)]
 
-    def _has_failures(self, number: int) -> bool:
-        return bool(count_statuses(self.at.blocks, [number], self.options.output_column).keys() - SOUND)
-
-    def is_complete(self) -> bool:
-        """Whether every block is there, those of other shards too."""
-        return len(self.at.blocks.closed()) >= len(self.at.plan)
+    def missing(self) -> list[int]:
+        """Return the numbers of the blocks that are not there, those of other shards too."""
+        closed = self.at.blocks.closed()
+        return [number for number in range(len(self.at.plan)) if number not in closed]
 
     def command(self) -> str:
         """Return the command line, as people type it."""
@@ -3727,30 +4141,52 @@ def preflight(run: Run) -> None:
         max_samples=options.max_samples,
         shuffle=options.shuffle,
         seed=options.seed,
+        streaming=run.way.streams,
     )
     plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(source.rows.schema, options.output_column)
+    check_columns(source.rows.schema, options.output_column, results_only=run.way.results_only)
     check_token(run.output)
-    run.opened = Opened(source, plan, _blocks_of(run, source))
+    run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
-        if run.at.blocks.closed():
-            check_settings_are_ours(str(run.output), run.at.blocks.stored_settings(), settings)
-        check_published(run.output, plan.split, settings)
+        for stored in run.at.blocks.stored_settings():
+            check_settings_are_ours(str(run.output), stored, settings)
+        if not run.way.streams:
+            check_published(run.output, plan.split, settings)
+    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+        say(
+            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
+            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
+        )
     say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
 
 
-def _blocks_of(run: Run, source: Source) -> Blocks:
+def _blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     if run.output.repo_id and run.way.streams:
         return HubBlocks(
             run.output.repo_id,
             source.split,
             run.output.folder,
             private=is_private(run, source),
+            first_card=lambda earlier: _first_card(run, source, plan, earlier),
             shard=run.way.shard,
             commit_every_s=run.way.commit_every_s,
         )
     return BlockFolder(run.output.folder, source.split, run.way.shard)
+
+
+def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
+    """Return the card of an output whose blocks come in: as it was, if it names the split already."""
+    if names_split(earlier, plan.split):
+        return earlier
+    return card_text(
+        earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
+    )
+
+
+def input_name(run: Run, source: Source) -> str:
+    """Name the input for others: a local path says nothing to them."""
+    return Path(run.options.input).name if source.roots else run.options.input
 
 
 def is_private(run: Run, source: Source) -> bool:
@@ -3824,16 +4260,23 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
-    """Return what has to be done, and start counting."""
+def start_counting(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> None:
+    """Count from now on what this run does, beside what is done already."""
     at = run.at
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
-    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing)
+    rows_before = rows - sum(len(at.plan.positions(number)) for number in missing) - run.rows_again
     run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
-    if rows_before:
-        say(f"{rows_before} rows are in closed blocks already; {len(todo)} of {len(ours)} blocks are to be written")
+
+
+def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
+    """Return what has to be done, and start counting."""
+    at = run.at
+    start_counting(run, todo, dollars_per_hour)
+    assert run.tally is not None
+    if run.tally.rows_before:
+        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")
     return Job(
         source=at.source,
         plan=at.plan,
@@ -3891,10 +4334,18 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
     with run.at.blocks.locked():
         if run.options.overwrite:
             run.at.blocks.remove_all()
-        todo = run.todo()
+        todo = [] if run.way.finishes else run.todo()
+        start_counting(run, todo)
+        run.at.blocks.get_ready(to_write=bool(todo))
         if todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
+    missing = run.missing() if run.way.finishes else []
+    if missing:
+        few = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        raise UsageError(
+            f"--finish: {len(missing)} of {len(run.at.plan)} blocks are not there ({few}); run without it first"
+        )
 
 
 def take_stock(run: Run) -> None:
@@ -3906,7 +4357,8 @@ def take_stock(run: Run) -> None:
     at = run.at
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
-    if (shared or run.way.shard.count > 1) and not run.is_complete():
+    shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
+    if shared_by_several and run.missing():
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:
@@ -3917,8 +4369,7 @@ def take_stock(run: Run) -> None:
     write = publish_card if shared else write_card
     write(
         run.output,
-        # a local path says nothing to others
-        input_name=Path(run.options.input).name if at.source.roots else run.options.input,
+        input_name=input_name(run, at.source),
         plan=at.plan,
         statuses=run.statuses,
         facts={**info, "speed": speed},

@@ -250,9 +250,7 @@ def new_columns(output_column: str) -> tuple[str, ...]:
 def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
     """Raise `UsageError` where the input has a column that the run would add."""
     if results_only and ROW_COLUMN in schema.names:
-        raise UsageError(
-            f"the input already has the column {ROW_COLUMN!r}, which --results-only would add; leave it out"
-        )
+        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only adds; leave that out")
     clash = [column for column in new_columns(output_column) if column in schema.names]
     if clash:
         raise UsageError(

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from .blocks import count_statuses, new_columns
 from .errors import JobError, UsageError
 from .interrupt import Interrupted, Interrupts
-from .job import Run, input_name, is_private, preflight, run_info
+from .job import Run, input_name, is_private, preflight, run_info, start_counting
 from .options import CommonOptions
 from .publish import publish, publish_card, write_card
 from .report import Outcome, duration, say
@@ -59,6 +59,7 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         if run.options.overwrite:
             run.at.blocks.remove_all()
         todo = [] if run.way.finishes else run.todo()
+        start_counting(run, todo)
         run.at.blocks.get_ready(to_write=bool(todo))
         if todo:
             with ExitStack() as stack:
@@ -80,7 +81,8 @@ def take_stock(run: Run) -> None:
     at = run.at
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
-    if (shared or run.way.shard.count > 1) and run.missing():
+    shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
+    if shared_by_several and run.missing():
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:

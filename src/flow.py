@@ -105,6 +105,7 @@ async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Wind
             raise _first(group) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
 
 
 def _first(group: BaseExceptionGroup[JobError]) -> JobError:
@@ -149,18 +150,19 @@ class _Run(Generic[RequestT]):
         ):
             self._closed_one.clear()
             with contextlib.suppress(TimeoutError):  # the window may have grown meanwhile
-                await asyncio.wait_for(self._closed_one.wait(), 1.0)
+                async with asyncio.timeout(1.0):  # `wait_for` may swallow a cancellation before Python 3.12
+                    await self._closed_one.wait()
 
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
         block = await asyncio.to_thread(self._read, number)
         self._open[number] = block.rows.nbytes
-        for index, result in enumerate(block.results):
-            if result is None:
-                await self._window.ahead.enter()
-                await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
-                pages.create_task(self._page(block, index))
         if not block.missing:
             await self._close(block)
+            return
+        for index in [index for index, result in enumerate(block.results) if result is None]:
+            await self._window.ahead.enter()
+            await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
+            pages.create_task(self._page(block, index))
 
     def _read(self, number: int) -> OpenBlock:
         job = self._job

@@ -1,9 +1,9 @@
 """Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 
 A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
-next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
-folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the next run
-on the machine commits it.
+next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the
+local folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the
+next run on the machine commits it.
 """
 
 from __future__ import annotations

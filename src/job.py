@@ -282,16 +282,23 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
-    """Return what has to be done, and start counting."""
+def start_counting(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> None:
+    """Count from now on what this run does, beside what is done already."""
     at = run.at
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
     rows_before = rows - sum(len(at.plan.positions(number)) for number in missing) - run.rows_again
     run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
-    if rows_before:
-        say(f"{rows_before} rows are done already; {len(todo)} of {len(ours)} blocks are to be written")
+
+
+def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
+    """Return what has to be done, and start counting."""
+    at = run.at
+    start_counting(run, todo, dollars_per_hour)
+    assert run.tally is not None
+    if run.tally.rows_before:
+        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")
     return Job(
         source=at.source,
         plan=at.plan,

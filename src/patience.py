@@ -75,7 +75,7 @@ def wished_pause_s(error: Exception) -> float:
         return 0.0
     with contextlib.suppress(ValueError):
         return max(0.0, float(headers.get("retry-after") or ""))
-    from huggingface_hub.utils import parse_ratelimit_headers
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
     limit = parse_ratelimit_headers(headers)
     return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0

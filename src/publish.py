@@ -109,8 +109,9 @@ def card_text(
 ) -> str:
     """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
 
-    `statuses` is None while blocks come in that nobody has counted yet. `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
-    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
+    `statuses` is None while blocks come in that nobody has counted yet. `written` says when the last block was written:
+    `load_dataset` caches a local folder with a card by what the card says alone (datasets 5.2), so that without it a
+    finished output would load as the unfinished one loaded before.
     """
     from huggingface_hub import DatasetCard, DatasetCardData
 

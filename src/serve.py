@@ -1,39 +1,32 @@
 """The server: one that runs already, or `vllm serve` spawned here and ended with us.
 
-A server that we spawn listens on loopback only, with a random key that it is given by environment. Ready means that
-it lists the model, is none of the versions known to be bad, has the context for the largest page and has read the
-canary.
+A server that we spawn listens on loopback only, with a random key that it is given by environment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shlex
 import shutil
 import socket
 import tempfile
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .ask import Endpoint
-from .ask_canary import ask_server_about
 from .errors import EngineError, UsageError
-from .report import duration, say
-from .spawn import LogReader, Spawned, server_environment
-from .startup import is_progress, phase_of
+from .ready import Ready, get_ready, is_up
+from .report import say
+from .spawn import Spawned, server_environment
 from .transport import SharedFiles, shared_folder
-from .trust import Trust, check_canary, check_context, check_version, installed_versions
-from .web import base_url, fetch, is_local
+from .trust import Trust, check_version, installed_versions
+from .web import base_url, is_local
 
-POLL_S = 0.5
 MEDIA_FLAG = "--allowed-local-media-path"
 STOPPED = "the run was stopped while its server was starting"
 
@@ -59,12 +52,20 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. `engine` is what it says it is; `keeper` starts it anew if it is ours."""
+    """A server that can be trusted; `keeper` starts it anew if it is ours."""
 
-    endpoint: Endpoint
-    engine: str
+    ready: Ready
     keeper: Keeper | None = None
-    canary_s: float = 0.0  # how long it took to answer the canary page
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it answers."""
+        return self.ready.endpoint
+
+    @property
+    def engine(self) -> str:
+        """What it says it is, such as `vllm 0.32.0`."""
+        return self.ready.engine
 
 
 class Keeper:
@@ -93,9 +94,20 @@ class Keeper:
             check_version(self._wanted.trust, *versions)
         sweep = [self.pages.folder] if self.pages else []
         self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image, sweep)
-        server = get_ready(self._wanted, self._url, self._key, self)
+        wanted = self._wanted
+        ready = get_ready(wanted.model, wanted.trust, self._url, self._key, wanted.startup_timeout_s, self)
         self.spawned.note_shared_memory()
-        return server
+        return Server(ready, self)
+
+    @property
+    def log(self) -> Path:
+        """Where the server that was started last writes."""
+        assert self.spawned is not None
+        return self.spawned.log
+
+    def log_words(self) -> str:
+        """Name its log and show its last lines."""
+        return self.spawned.log_words() if self.spawned else ""
 
     def check_alive(self) -> None:
         """Raise `EngineError` where the process has ended, or the run wants no server any more."""
@@ -164,7 +176,7 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     url = base_url(wanted.url) if wanted.url else None
     key = wanted.api_key or "EMPTY"
     if url and (is_up(url, key) or not is_local(url)):
-        yield get_ready(wanted, url, key)
+        yield Server(get_ready(wanted.model, wanted.trust, url, key, wanted.startup_timeout_s))
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
@@ -188,23 +200,6 @@ def _shared_pages(wanted: Wanted) -> AbstractContextManager[SharedFiles | None]:
     """Make a folder through which pages reach the vLLM that we start; none where it is not vLLM or has another one."""
     has_another = any(word.partition("=")[0] == MEDIA_FLAG for word in wanted.vllm_args)
     return contextlib.nullcontext() if wanted.command is not None or has_another else shared_folder()
-
-
-def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
-    """Wait until the server lists its models, and return it once it has passed all that is required of it."""
-    models = _wait_for_models(url, key, wanted.startup_timeout_s, keeper)
-    endpoint = Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url))
-    engine, trust = engine_name(url, models), wanted.trust
-    owner, _, version = engine.partition(" ")
-    if owner == "vllm" and version:
-        check_version(trust, version, serves=True)
-    card = next(model for model in models if model["id"] == endpoint.model)
-    check_context(trust, card.get("max_model_len"))
-    alive: Callable[[], None] = keeper.check_alive if keeper else lambda: None
-    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    if trust.canary:
-        say(f"the canary page was read in {canary_s:.1f} s")
-    return Server(endpoint, engine, keeper, canary_s)
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
@@ -274,79 +269,3 @@ def check_port_is_free(host: str, port: int) -> None:
                 f"port {port} of {host} can't be used: {error.strerror}. "
                 f"Use what runs there with --server http://{host}:{port}, or choose another --port"
             ) from error
-
-
-def is_up(url: str, key: str) -> bool:
-    """Whether anything answers HTTP at the URL."""
-    try:
-        fetch(f"{url}/v1/models", key)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _wait_for_models(
-    url: str, key: str, startup_timeout_s: float, keeper: Keeper | None = None
-) -> list[dict[str, Any]]:
-    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
-    started = last_sign = time.monotonic()
-    spawned = keeper.spawned if keeper else None
-    log = LogReader(spawned.log) if spawned else None
-    phase, last_error = "start", "nothing answered"
-    while True:
-        if keeper:
-            keeper.check_alive()
-        for line in log.new_lines() if log else ():
-            if is_progress(line):
-                last_sign = time.monotonic()
-            if (now_in := phase_of(line)) and now_in != phase:
-                phase = now_in
-                say(f"  after {duration(time.monotonic() - started)}: {phase}")
-        try:
-            status, body = fetch(f"{url}/v1/models", key)
-            if status == 200:
-                return _listed_models(body, url)
-            if status in {401, 403}:
-                raise EngineError(f"{url} refuses our key (HTTP {status}); set the variable that --api-key-env names")
-            if status < 500:
-                raise EngineError(f"{url}/v1/models answers HTTP {status}: no OpenAI-compatible server; check --server")
-            last_error = f"HTTP {status}"
-        except OSError as error:
-            last_error = str(getattr(error, "reason", error))
-        waited = time.monotonic() - last_sign
-        if waited > startup_timeout_s:
-            tail = f", in the phase {phase!r}. {spawned.log_words()}" if spawned else ""
-            raise EngineError(
-                f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
-                f"the last try: {last_error}{tail}"
-            )
-        time.sleep(POLL_S)
-
-
-def _listed_models(body: bytes, url: str) -> list[dict[str, Any]]:
-    try:
-        models = json.loads(body)["data"]
-        return [dict(model) for model in models if model["id"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{url}/v1/models is no list of models: {body[:200]!r}; check --server") from error
-
-
-def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str:
-    """Return the id under which the wanted model is served; a server that speaks only others is refused."""
-    for key in ("id", "root"):
-        for model in models:
-            if model.get(key) == wanted:
-                return str(model["id"])
-    served = ", ".join(str(model["id"]) for model in models) or "nothing"
-    raise EngineError(f"{url} serves {served}, not {wanted}; to use what it serves give --model {served}")
-
-
-def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
-    """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
-    owner = str(models[0].get("owned_by") or "unknown")
-    try:
-        status, body = fetch(f"{url}/version", "")
-        version = str(json.loads(body)["version"]) if status == 200 else ""
-    except (OSError, ValueError, LookupError, TypeError):
-        version = ""
-    return f"{owner} {version}".strip()

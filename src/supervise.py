@@ -60,7 +60,7 @@ class Supervisor:
         self._restarts = 0
         self._failures = 0  # starts since the last answer
         self._answers_at_restart = self._answers = 0
-        self._slowest_s = server.canary_s
+        self._slowest_s = server.ready.canary_s
         self._last_sign = self._last_probe = time.monotonic()
         self._last_question = float("-inf")
         self._counted: float | None = None
@@ -113,7 +113,8 @@ class Supervisor:
         """Keep the server up; return never. Raises `EngineError` when it can't be kept up."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nudge.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):  # `wait_for` may swallow a cancellation before Python 3.12
+                    await self._nudge.wait()
             a_page_failed = self._nudge.is_set()
             self._nudge.clear()
             trouble = await self._trouble(a_page_failed)

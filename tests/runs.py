@@ -1,4 +1,4 @@
-"""Runs of lighton-ocr-server.py for tests: datasets, the built file as a process or in this one, its output."""
+"""Runs of the driver scripts for tests: datasets, the built file as a process or in this one, its output."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "lighton-ocr-server.py"
+SATURATE = ROOT / "lighton-ocr3-saturate.py"
 STUB = ROOT / "tests" / "stub_vllm.py"
 PATIENCE_S = 90.0  # how long a test waits before it gives up: never a measure of speed
 NEW_COLUMNS = ["markdown", "markdown_status", "markdown_error", "markdown_tokens", "inference_info"]
@@ -122,9 +123,9 @@ class Ended:
 
 
 @functools.cache
-def built_script() -> ModuleType:
+def built_script(script: Path = SCRIPT) -> ModuleType:
     """The built file as a module: what is in it runs in this process, without the seconds that imports take."""
-    spec = importlib.util.spec_from_file_location("lighton_ocr_server", SCRIPT)
+    spec = importlib.util.spec_from_file_location(script.stem.replace("-", "_"), script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -138,12 +139,12 @@ def without_canary(words: Sequence[str | Path], canary: bool = False) -> list[st
     return [*(() if canary else ("--no-canary",)), *map(str, words)]
 
 
-def run_here(*words: str | Path, canary: bool = False) -> Ended:
+def run_here(*words: str | Path, canary: bool = False, script: Path = SCRIPT) -> Ended:
     """Run the built file's `main` in this process; the stub can't read, so it is not asked about the canary page."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            code = int(built_script().main(without_canary(words, canary)))
+            code = int(built_script(script).main(without_canary(words, canary)))
         except SystemExit as end:
             code = int(end.code or 0)
     return Ended(code, stdout.getvalue(), stderr.getvalue())
@@ -152,8 +153,14 @@ def run_here(*words: str | Path, canary: bool = False) -> Ended:
 class Running:
     """The built file in a process of its own, killed on leaving the `with` block if it still runs."""
 
-    def __init__(self, *words: str | Path, env: Mapping[str, str] | None = None, canary: bool = False) -> None:
-        command = [sys.executable, str(SCRIPT), *without_canary(words, canary)]
+    def __init__(
+        self,
+        *words: str | Path,
+        env: Mapping[str, str] | None = None,
+        canary: bool = False,
+        script: Path = SCRIPT,
+    ) -> None:
+        command = [sys.executable, str(script), *without_canary(words, canary)]
         self._process = subprocess.Popen(
             command,
             env=os.environ if env is None else env,

@@ -75,7 +75,10 @@ def assert_all_read(out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [(signal.SIGKILL, "the server ended by itself"), (signal.SIGSTOP, "the server is frozen: no token and no page")],
+    [
+        (signal.SIGKILL, "the server (ended by itself|says that its engine is dead)"),
+        (signal.SIGSTOP, "the server is frozen: no token and no page"),
+    ],
 )
 def test_a_run_goes_on_when_its_engine_process_is_killed_or_stopped_and_leaves_nothing_behind(
     drawn: Path, cpu_engine: CpuVllm, tmp_path: Path, number: signal.Signals, told: str
@@ -98,7 +101,7 @@ def test_a_run_goes_on_when_its_engine_process_is_killed_or_stopped_and_leaves_n
         ended = run.wait(PATIENCE_S)
     print(f"\n{number.name}: gone after {noticed_s:.1f} s; {ended.line}")
     assert ended.code == 0, ended
-    assert told in ended.stderr
+    assert re.search(told, ended.stderr)
     assert ended.line["restarts"] == 1
     assert ended.stderr.count("the canary page was read") == 2
     # the four that were in flight; a server whose engine is gone refuses some before it ends

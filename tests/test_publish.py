@@ -17,7 +17,7 @@ from src.blocks import BlockPlan
 from src.errors import UsageError
 from src.publish import CARD_BEGIN, Output, card_text, check_output_is_apart, choose_output
 from tests.hub_server import HubServer, hub_env
-from tests.runs import SCRIPT, Ended, write_pages
+from tests.runs import SCRIPT, Ended, without_canary, write_pages
 from tests.stub_vllm import StubVllm
 
 PLAN = BlockPlan("train", 10, 4)
@@ -123,7 +123,12 @@ def run_on(hub: HubServer, home: Path, *words: str, **env: str) -> Ended:
     home.mkdir(exist_ok=True)
     environment = {**hub_env(hub, home), "XDG_CACHE_HOME": str(home / "cache"), **env}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(SCRIPT), *without_canary(words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 
