@@ -1696,6 +1696,9 @@ class Blocks(Protocol):
     def stored_settings(self) -> list[bytes | None]:
         """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
 
@@ -1747,6 +1750,10 @@ class BlockFolder:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
         closed = self.closed()
         return [settings_in(self.path(min(closed)))] if closed else []
+
+    def unpublished(self) -> bool:
+        """Blocks of a folder have nowhere to go."""
+        return False
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
@@ -2432,7 +2439,7 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(_footer, files))
+            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -2516,6 +2523,10 @@ def _open_file(file: str) -> Any:
     import fsspec
 
     return fsspec.open(file, "rb").open()
+
+
+def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
 def _footer(file: str) -> tuple[list[int], pa.Schema]:
@@ -4096,6 +4107,10 @@ class HubBlocks:
         )
 
     # What is written
+
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+        return bool(self._closed_here())
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
@@ -6430,7 +6445,7 @@ def take_stock(run: Run) -> None:
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and run.missing():
+    if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:

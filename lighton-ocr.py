@@ -756,6 +756,9 @@ class Blocks(Protocol):
     def stored_settings(self) -> list[bytes | None]:
         """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
 
@@ -807,6 +810,10 @@ class BlockFolder:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
         closed = self.closed()
         return [settings_in(self.path(min(closed)))] if closed else []
+
+    def unpublished(self) -> bool:
+        """Blocks of a folder have nowhere to go."""
+        return False
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
@@ -1756,7 +1763,7 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(_footer, files))
+            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -1840,6 +1847,10 @@ def _open_file(file: str) -> Any:
     import fsspec
 
     return fsspec.open(file, "rb").open()
+
+
+def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
 def _footer(file: str) -> tuple[list[int], pa.Schema]:
@@ -2878,13 +2889,13 @@ class _Run(Generic[RequestT]):
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
         block = await asyncio.to_thread(self._read, number)
         self._open[number] = block.rows.nbytes
-        for index, result in enumerate(block.results):
-            if result is None:
-                await self._window.ahead.enter()
-                await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
-                pages.create_task(self._page(block, index))
         if not block.missing:
             await self._close(block)
+            return
+        for index in [index for index, result in enumerate(block.results) if result is None]:
+            await self._window.ahead.enter()
+            await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
+            pages.create_task(self._page(block, index))
 
     def _read(self, number: int) -> OpenBlock:
         job = self._job
@@ -3347,6 +3358,10 @@ class HubBlocks:
         )
 
     # What is written
+
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+        return bool(self._closed_here())
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
@@ -4358,7 +4373,7 @@ def take_stock(run: Run) -> None:
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and run.missing():
+    if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:

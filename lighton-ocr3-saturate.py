@@ -71,6 +71,8 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   trust: What an engine must pass before its first page: the version gate, the budget, and the canary.
 #   web: Plain HTTP to a server: addresses, and one request at a time without redirects; no client library is needed.
 #   ask_canary: Asks a server about the canary page, before there is an event loop.
+#   ready: Ready: a server lists the model, is no version known to be bad, holds the largest page, and has read the
+#       canary.
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
 #   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
 #       file.
@@ -304,6 +306,9 @@ class Blocks(Protocol):
     def stored_settings(self) -> list[bytes | None]:
         """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
 
@@ -355,6 +360,10 @@ class BlockFolder:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
         closed = self.closed()
         return [settings_in(self.path(min(closed)))] if closed else []
+
+    def unpublished(self) -> bool:
+        """Blocks of a folder have nowhere to go."""
+        return False
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
@@ -2430,7 +2439,7 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(_footer, files))
+            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -2514,6 +2523,10 @@ def _open_file(file: str) -> Any:
     import fsspec
 
     return fsspec.open(file, "rb").open()
+
+
+def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
 def _footer(file: str) -> tuple[list[int], pa.Schema]:
@@ -3552,13 +3565,13 @@ class _Run(Generic[RequestT]):
     async def _open_block(self, number: int, pages: asyncio.TaskGroup) -> None:
         block = await asyncio.to_thread(self._read, number)
         self._open[number] = block.rows.nbytes
-        for index, result in enumerate(block.results):
-            if result is None:
-                await self._window.ahead.enter()
-                await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
-                pages.create_task(self._page(block, index))
         if not block.missing:
             await self._close(block)
+            return
+        for index in [index for index, result in enumerate(block.results) if result is None]:
+            await self._window.ahead.enter()
+            await asyncio.sleep(0)  # a group that ends cancels us here, and not by an error of its own
+            pages.create_task(self._page(block, index))
 
     def _read(self, number: int) -> OpenBlock:
         job = self._job
@@ -4094,6 +4107,10 @@ class HubBlocks:
         )
 
     # What is written
+
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+        return bool(self._closed_here())
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
@@ -5558,15 +5575,134 @@ def _read_answer(body: bytes) -> PageResult:
         ) from error
 
 
-# ---- serve -----------------------------------------------------------------------------------------------------------
-# The server: one that runs already, or `vllm serve` spawned here and ended with us.
-#
-# A server that we spawn listens on loopback only, with a random key that it is given by environment. Ready means that
-# it lists the model, is none of the versions known to be bad, has the context for the largest page and has read the
-# canary.
+# ---- ready -----------------------------------------------------------------------------------------------------------
+# Ready: a server lists the model, is no version known to be bad, holds the largest page, and has read the canary.
 
 
 POLL_S = 0.5
+
+
+class Child(Protocol):
+    """The process of a server of ours."""
+
+    @property
+    def log(self) -> Path:
+        """Where it writes."""
+
+    def log_words(self) -> str:
+        """Name the log and show its last lines."""
+
+    def check_alive(self) -> None:
+        """Raise `EngineError` where there is no sense in waiting on."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A server that can be trusted: where, what it says it is, and how long the canary page took it."""
+
+    endpoint: Endpoint
+    engine: str
+    canary_s: float
+
+
+def get_ready(
+    model: str, trust: Trust, url: str, key: str, startup_timeout_s: float, child: Child | None = None
+) -> Ready:
+    """Wait until the server at `url` lists its models; return it once it has passed all that is required of it."""
+    models = _wait_for_models(url, key, startup_timeout_s, child)
+    endpoint = Endpoint(f"{url}/v1", key, served_id(models, model, url))
+    engine = engine_name(url, models)
+    owner, _, version = engine.partition(" ")
+    if owner == "vllm" and version:
+        check_version(trust, version, serves=True)
+    card = next(card for card in models if card["id"] == endpoint.model)
+    check_context(trust, card.get("max_model_len"))
+    alive: Callable[[], None] = child.check_alive if child else lambda: None
+    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
+    if trust.canary:
+        say(f"the canary page was read in {canary_s:.1f} s")
+    return Ready(endpoint, engine, canary_s)
+
+
+def is_up(url: str, key: str) -> bool:
+    """Whether anything answers HTTP at the URL."""
+    try:
+        fetch(f"{url}/v1/models", key)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _wait_for_models(url: str, key: str, startup_timeout_s: float, child: Child | None) -> list[dict[str, Any]]:
+    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
+    started = last_sign = time.monotonic()
+    log = LogReader(child.log) if child else None
+    phase, last_error = "start", "nothing answered"
+    while True:
+        if child:
+            child.check_alive()
+        for line in log.new_lines() if log else ():
+            if is_progress(line):
+                last_sign = time.monotonic()
+            if (now_in := phase_of(line)) and now_in != phase:
+                phase = now_in
+                say(f"  after {duration(time.monotonic() - started)}: {phase}")
+        try:
+            status, body = fetch(f"{url}/v1/models", key)
+            if status == 200:
+                return _listed_models(body, url)
+            if status in {401, 403}:
+                raise EngineError(f"{url} refuses our key (HTTP {status}); set the variable that --api-key-env names")
+            if status < 500:
+                raise EngineError(f"{url}/v1/models answers HTTP {status}: no OpenAI-compatible server; check --server")
+            last_error = f"HTTP {status}"
+        except OSError as error:
+            last_error = str(getattr(error, "reason", error))
+        waited = time.monotonic() - last_sign
+        if waited > startup_timeout_s:
+            tail = f", in the phase {phase!r}. {child.log_words()}" if child else ""
+            raise EngineError(
+                f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
+                f"the last try: {last_error}{tail}"
+            )
+        time.sleep(POLL_S)
+
+
+def _listed_models(body: bytes, url: str) -> list[dict[str, Any]]:
+    try:
+        models = json.loads(body)["data"]
+        return [dict(model) for model in models if model["id"]]
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{url}/v1/models is no list of models: {body[:200]!r}; check --server") from error
+
+
+def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str:
+    """Return the id under which the wanted model is served; a server that speaks only others is refused."""
+    for key in ("id", "root"):
+        for model in models:
+            if model.get(key) == wanted:
+                return str(model["id"])
+    served = ", ".join(str(model["id"]) for model in models) or "nothing"
+    raise EngineError(f"{url} serves {served}, not {wanted}; to use what it serves give --model {served}")
+
+
+def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
+    """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
+    owner = str(models[0].get("owned_by") or "unknown")
+    try:
+        status, body = fetch(f"{url}/version", "")
+        version = str(json.loads(body)["version"]) if status == 200 else ""
+    except (OSError, ValueError, LookupError, TypeError):
+        version = ""
+    return f"{owner} {version}".strip()
+
+
+# ---- serve -----------------------------------------------------------------------------------------------------------
+# The server: one that runs already, or `vllm serve` spawned here and ended with us.
+#
+# A server that we spawn listens on loopback only, with a random key that it is given by environment.
+
+
 MEDIA_FLAG = "--allowed-local-media-path"
 STOPPED = "the run was stopped while its server was starting"
 
@@ -5592,12 +5728,20 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. `engine` is what it says it is; `keeper` starts it anew if it is ours."""
+    """A server that can be trusted; `keeper` starts it anew if it is ours."""
 
-    endpoint: Endpoint
-    engine: str
+    ready: Ready
     keeper: Keeper | None = None
-    canary_s: float = 0.0  # how long it took to answer the canary page
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it answers."""
+        return self.ready.endpoint
+
+    @property
+    def engine(self) -> str:
+        """What it says it is, such as `vllm 0.32.0`."""
+        return self.ready.engine
 
 
 class Keeper:
@@ -5626,9 +5770,20 @@ class Keeper:
             check_version(self._wanted.trust, *versions)
         sweep = [self.pages.folder] if self.pages else []
         self.spawned = Spawned(self._command, self._environment, log, self._wanted.trust.profile.image, sweep)
-        server = get_ready(self._wanted, self._url, self._key, self)
+        wanted = self._wanted
+        ready = get_ready(wanted.model, wanted.trust, self._url, self._key, wanted.startup_timeout_s, self)
         self.spawned.note_shared_memory()
-        return server
+        return Server(ready, self)
+
+    @property
+    def log(self) -> Path:
+        """Where the server that was started last writes."""
+        assert self.spawned is not None
+        return self.spawned.log
+
+    def log_words(self) -> str:
+        """Name its log and show its last lines."""
+        return self.spawned.log_words() if self.spawned else ""
 
     def check_alive(self) -> None:
         """Raise `EngineError` where the process has ended, or the run wants no server any more."""
@@ -5697,7 +5852,7 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     url = base_url(wanted.url) if wanted.url else None
     key = wanted.api_key or "EMPTY"
     if url and (is_up(url, key) or not is_local(url)):
-        yield get_ready(wanted, url, key)
+        yield Server(get_ready(wanted.model, wanted.trust, url, key, wanted.startup_timeout_s))
         return
     host, port = _address(url, wanted.port)
     check_port_is_free(host, port)
@@ -5721,23 +5876,6 @@ def _shared_pages(wanted: Wanted) -> AbstractContextManager[SharedFiles | None]:
     """Make a folder through which pages reach the vLLM that we start; none where it is not vLLM or has another one."""
     has_another = any(word.partition("=")[0] == MEDIA_FLAG for word in wanted.vllm_args)
     return contextlib.nullcontext() if wanted.command is not None or has_another else shared_folder()
-
-
-def get_ready(wanted: Wanted, url: str, key: str, keeper: Keeper | None = None) -> Server:
-    """Wait until the server lists its models, and return it once it has passed all that is required of it."""
-    models = _wait_for_models(url, key, wanted.startup_timeout_s, keeper)
-    endpoint = Endpoint(f"{url}/v1", key, served_id(models, wanted.model, url))
-    engine, trust = engine_name(url, models), wanted.trust
-    owner, _, version = engine.partition(" ")
-    if owner == "vllm" and version:
-        check_version(trust, version, serves=True)
-    card = next(model for model in models if model["id"] == endpoint.model)
-    check_context(trust, card.get("max_model_len"))
-    alive: Callable[[], None] = keeper.check_alive if keeper else lambda: None
-    canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    if trust.canary:
-        say(f"the canary page was read in {canary_s:.1f} s")
-    return Server(endpoint, engine, keeper, canary_s)
 
 
 def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
@@ -5807,82 +5945,6 @@ def check_port_is_free(host: str, port: int) -> None:
                 f"port {port} of {host} can't be used: {error.strerror}. "
                 f"Use what runs there with --server http://{host}:{port}, or choose another --port"
             ) from error
-
-
-def is_up(url: str, key: str) -> bool:
-    """Whether anything answers HTTP at the URL."""
-    try:
-        fetch(f"{url}/v1/models", key)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _wait_for_models(
-    url: str, key: str, startup_timeout_s: float, keeper: Keeper | None = None
-) -> list[dict[str, Any]]:
-    """Wait until the server lists its models. Patience is measured by progress, where its log tells of any."""
-    started = last_sign = time.monotonic()
-    spawned = keeper.spawned if keeper else None
-    log = LogReader(spawned.log) if spawned else None
-    phase, last_error = "start", "nothing answered"
-    while True:
-        if keeper:
-            keeper.check_alive()
-        for line in log.new_lines() if log else ():
-            if is_progress(line):
-                last_sign = time.monotonic()
-            if (now_in := phase_of(line)) and now_in != phase:
-                phase = now_in
-                say(f"  after {duration(time.monotonic() - started)}: {phase}")
-        try:
-            status, body = fetch(f"{url}/v1/models", key)
-            if status == 200:
-                return _listed_models(body, url)
-            if status in {401, 403}:
-                raise EngineError(f"{url} refuses our key (HTTP {status}); set the variable that --api-key-env names")
-            if status < 500:
-                raise EngineError(f"{url}/v1/models answers HTTP {status}: no OpenAI-compatible server; check --server")
-            last_error = f"HTTP {status}"
-        except OSError as error:
-            last_error = str(getattr(error, "reason", error))
-        waited = time.monotonic() - last_sign
-        if waited > startup_timeout_s:
-            tail = f", in the phase {phase!r}. {spawned.log_words()}" if spawned else ""
-            raise EngineError(
-                f"{url} is not ready: {duration(waited)} without a sign of progress (--startup-timeout); "
-                f"the last try: {last_error}{tail}"
-            )
-        time.sleep(POLL_S)
-
-
-def _listed_models(body: bytes, url: str) -> list[dict[str, Any]]:
-    try:
-        models = json.loads(body)["data"]
-        return [dict(model) for model in models if model["id"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{url}/v1/models is no list of models: {body[:200]!r}; check --server") from error
-
-
-def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str:
-    """Return the id under which the wanted model is served; a server that speaks only others is refused."""
-    for key in ("id", "root"):
-        for model in models:
-            if model.get(key) == wanted:
-                return str(model["id"])
-    served = ", ".join(str(model["id"]) for model in models) or "nothing"
-    raise EngineError(f"{url} serves {served}, not {wanted}; to use what it serves give --model {served}")
-
-
-def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
-    """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
-    owner = str(models[0].get("owned_by") or "unknown")
-    try:
-        status, body = fetch(f"{url}/version", "")
-        version = str(json.loads(body)["version"]) if status == 200 else ""
-    except (OSError, ValueError, LookupError, TypeError):
-        version = ""
-    return f"{owner} {version}".strip()
 
 
 # ---- steering --------------------------------------------------------------------------------------------------------
@@ -6006,7 +6068,7 @@ class Supervisor:
         self._restarts = 0
         self._failures = 0  # starts since the last answer
         self._answers_at_restart = self._answers = 0
-        self._slowest_s = server.canary_s
+        self._slowest_s = server.ready.canary_s
         self._last_sign = self._last_probe = time.monotonic()
         self._last_question = float("-inf")
         self._counted: float | None = None
@@ -6383,7 +6445,7 @@ def take_stock(run: Run) -> None:
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and run.missing():
+    if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:

@@ -91,6 +91,9 @@ class Blocks(Protocol):
     def stored_settings(self) -> list[bytes | None]:
         """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
 
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""
 
@@ -142,6 +145,10 @@ class BlockFolder:
         """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
         closed = self.closed()
         return [settings_in(self.path(min(closed)))] if closed else []
+
+    def unpublished(self) -> bool:
+        """Blocks of a folder have nowhere to go."""
+        return False
 
     def remove_all(self) -> None:
         """Remove the blocks of this split, and nothing else."""

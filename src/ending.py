@@ -82,7 +82,7 @@ def take_stock(run: Run) -> None:
     closed = at.blocks.closed()
     shared = run.way.streams and run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and run.missing():
+    if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
         return
     if not closed:

@@ -156,6 +156,10 @@ class HubBlocks:
 
     # What is written
 
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for being published."""
+        return bool(self._closed_here())
+
     def remove_all(self) -> None:
         """Remove the blocks of this split, here and, in one commit, on the Hub."""
         from huggingface_hub import CommitOperationDelete, HfApi

@@ -283,7 +283,7 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(_footer, files))
+            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -367,6 +367,10 @@ def _open_file(file: str) -> Any:
     import fsspec
 
     return fsspec.open(file, "rb").open()
+
+
+def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
 def _footer(file: str) -> tuple[list[int], pa.Schema]:

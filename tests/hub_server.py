@@ -348,6 +348,10 @@ class Routes:
                 return refuse(HubError(404, "Sorry, we can't find the page you are looking for."))
             self.requests[f"{request.method} {resource.canonical}"] += 1
             failure = next((failure for failure in self.failures if failure.strikes(request)), None)
+            if failure and not failure.status:
+                if request.transport:
+                    request.transport.abort()
+                raise web.HTTPServiceUnavailable  # which nobody hears
             if failure:
                 return web.json_response({"error": "scripted"}, status=failure.status, headers=failure.headers)
             try:
@@ -726,7 +730,7 @@ class HubServer:
             self.put(name, path, content)
 
     def fail(self, method: str, path: str, status: int, times: int = 1, retry_after: float | None = None) -> None:
-        """Refuse the next `times` requests with this method and this text in their path."""
+        """Refuse the next `times` requests with this method and this text in their path; status 0 hangs up on them."""
         headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
         self.routes.failures.append(Failure(method, path, status, times, headers))
 

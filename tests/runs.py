@@ -122,9 +122,13 @@ class Ended:
         return re.sub(r"\s+", " ", self.stderr)
 
 
-@functools.cache
 def built_script(script: Path = SCRIPT) -> ModuleType:
     """The built file as a module: what is in it runs in this process, without the seconds that imports take."""
+    return _loaded_script(script)
+
+
+@functools.cache
+def _loaded_script(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(script.stem.replace("-", "_"), script)
     assert spec is not None
     assert spec.loader is not None

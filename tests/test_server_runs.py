@@ -587,7 +587,8 @@ def test_vllm_is_started_with_the_profile_the_users_words_and_a_key_that_no_othe
     port = words[5]
     profile = find_profile(DEFAULT_MODEL).profile
     start = ["serve", DEFAULT_MODEL, "--host", "127.0.0.1", "--port", port]
-    assert words == [*start, *profile.serve_args, *own]
+    assert words[:-2] == [*start, *profile.serve_args, *own]
+    assert words[-2] == "--allowed-local-media-path"
     environment = dict(line.split("=", 1) for line in noted_words(fake_vllm / "environment"))
     key = environment["VLLM_API_KEY"]
     assert len(key) >= 32
@@ -611,7 +612,7 @@ def test_vllm_is_started_at_the_port_asked_for_and_the_users_own_setting_of_the_
     assert run_here(pages, tmp_path / "out", *place).code == 0
     words = noted_words(fake_vllm / "argv")
     assert words[2:6] == ["--host", "127.0.0.1", "--port", str(free_port)]
-    assert words[-2:] == ["--revision", "v2"]
+    assert words[-4:-2] == ["--revision", "v2"]
     assert "VLLM_USE_FLASHINFER_SAMPLER=1" in noted_words(fake_vllm / "environment")
 
 

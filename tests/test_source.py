@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import datasets
 import numpy as np
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.errors import SourceError, UsageError
+from src.patience import Patience
 from src.source import (
     ParquetRows,
     Source,
@@ -25,6 +26,7 @@ from src.source import (
     open_source,
     path_inside,
 )
+from src.stream import StreamedRows
 from tests.stub_vllm import tagged_png
 
 
@@ -261,3 +263,111 @@ def test_inputs_that_are_no_datasets_are_refused_with_their_name(tmp_path: Path)
     write_rows(tmp_path / "none.parquet", 0, 0, 5)
     with pytest.raises(UsageError, match="no rows"):
         opened(tmp_path / "none.parquet")
+
+
+class Flaky:
+    """A file whose reads fail, beyond the footer, as often as `failures` says; what was read is counted."""
+
+    def __init__(self, path: str, failures: list[Exception], opened: list[str]) -> None:
+        self._file = Path(path).open("rb")  # noqa: SIM115 - closed below
+        self._failures = failures
+        self.closed = False
+        opened.append(path)
+
+    def read(self, size: int = -1) -> bytes:
+        if self._failures and self._file.tell() < 1000:
+            raise self._failures.pop()
+        return self._file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def far_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ParquetRows, list[Exception], list[str]]:
+    """Rows of two files that lie far away, the failures to come, and the files that were opened."""
+    failures: list[Exception] = []
+    opened: list[str] = []
+    for number in range(2):
+        write_rows(tmp_path / f"{number}.parquet", number * 200, 200, 200)
+    monkeypatch.setattr("src.source._open_file", lambda file: Flaky(file.removeprefix("far://"), failures, opened))
+    monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
+    rows = ParquetRows([f"far://{tmp_path / f'{n}.parquet'}" for n in range(2)], patience=Patience(0.5, 0.1))
+    opened.clear()
+    return rows, failures, opened
+
+
+def test_a_row_group_that_breaks_off_is_opened_anew_and_read_on(
+    far_rows: tuple[ParquetRows, list[Exception], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, failures, opened = far_rows
+    assert ids(rows.read(range(70))) == list(range(70))
+    failures += [ConnectionError("gone"), TimeoutError("late")]
+    assert ids(rows.read(range(150, 250))) == list(range(150, 250))
+    assert not failures
+    assert capsys.readouterr().err.count("fails for now") == 2
+    assert len(opened) == 1 + 3, "the row group that broke, and no other, was opened again"
+
+
+def test_a_source_that_stays_away_ends_the_run_with_what_to_do(
+    far_rows: tuple[ParquetRows, list[Exception], list[str]],
+) -> None:
+    rows, failures, _ = far_rows
+    failures += [ConnectionError("gone")] * 1000
+    with pytest.raises(SourceError, match=r"row group 0, failed: gone; run again to resume"):
+        rows.read(range(10))
+    assert len(failures) > 900, "with pauses"
+    failures[:] = [FileNotFoundError("no such file")] * 2
+    with pytest.raises(SourceError, match="no such file"):
+        rows.read(range(10))
+    assert len(failures) == 1, "what can't pass is not tried again"
+
+
+def test_a_run_that_ends_waits_for_no_source(far_rows: tuple[ParquetRows, list[Exception], list[str]]) -> None:
+    rows, failures, _ = far_rows
+    failures += [ConnectionError("gone")] * 1000
+    rows._patience.hurry(0.0)
+    with pytest.raises(SourceError):
+        rows.read(range(10))
+    assert len(failures) == 999
+
+
+def test_a_stream_that_breaks_is_opened_anew_at_the_row_where_it_stood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
+    opened: list[int] = []
+    breaks_at = [30, 12]
+
+    def stream(start: int) -> Any:
+        opened.append(start)
+        for row in range(start, 40):
+            if breaks_at and row == breaks_at[-1]:
+                breaks_at.pop()
+                raise ConnectionError("gone")
+            yield {"id": row}
+
+    rows = StreamedRows(stream, pa.schema([("id", pa.int64())]), 50, "hf://datasets/me/x@1/", Patience(5.0, 0.1))
+    assert ids(rows.read(range(8))) == list(range(8))
+    assert ids(rows.read(range(10, 35))) == list(range(10, 35))
+    assert opened == [0, 12, 30]
+    assert ids(rows.read(range(5))) == list(range(5)), "a row before is read from a stream opened anew"
+    assert opened == [0, 12, 30, 0]
+    with pytest.raises(SourceError, match="ended at row 40, but has 50 rows by its card; give --max-samples 40"):
+        rows.read(range(38, 45))
+
+
+@pytest.mark.parametrize(
+    "path", ["hf://datasets/me/x@1/../y@1/a.png", "hf://datasets/me/y@1/a.png", "/etc/passwd", None]
+)
+def test_a_stream_fetches_no_picture_from_elsewhere(path: str | None) -> None:
+    cell = {"bytes": None, "path": path}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    rows = StreamedRows(
+        lambda start: iter([{"image": cell}]), pa.schema([("image", kind)]), 1, "hf://datasets/me/x@1/", Patience(0.0)
+    )
+    assert rows.read(range(1))["image"].to_pylist() == [cell]

@@ -81,10 +81,11 @@ def cpu_vllm() -> CpuVllm:
 
 
 def _build() -> None:
-    if shutil.which("uv") is None:
+    uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` says in UV where it is, on PATH or not
+    if uv is None:
         raise NoCpuEngineError("uv, which builds vLLM for CPU, is not on PATH")
     environment = {name: value for name, value in os.environ.items() if name != "UV_PROJECT_ENVIRONMENT"}
-    command = ["uv", "sync", "--quiet", "--project", str(PROJECT)]
+    command = [uv, "sync", "--quiet", "--project", str(PROJECT)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")

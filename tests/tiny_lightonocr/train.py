@@ -2,11 +2,10 @@
 
     tests/vllm-cpu/.venv/bin/python -m tests.tiny_lightonocr.train --out tests/tiny_lightonocr/checkpoint
 
-About half an hour on two cores that nobody else uses. `vllm serve` loads what it writes like any other LightOnOCR.
+It takes less than an hour, in one thread of a busy machine. `vllm serve` loads the outcome like any other LightOnOCR.
 
-Left to the text alone, a model of this size does not find out within hours where to look. Two helpers, which exist in
-training only, tell it: a probe that must name each cell's character from its image token, and one attention head
-that must point at the cell of the character to be written next.
+Two helpers, which exist in training only, show the model where to look: a probe that must name each cell's character
+from its image token, and one attention head that must point at the cell of the character to be written next.
 """
 
 from __future__ import annotations
