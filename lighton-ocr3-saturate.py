@@ -2188,6 +2188,9 @@ def _is_packed(file: str) -> bool:
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
 FOOTER_THREADS = 16
+MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
+PIECE_BYTES = 8 * 1024**2
+REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
 BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -2439,7 +2442,11 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
+            try:
+                footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
+            except BaseException:
+                self._patience.hurry(0.0)  # the pool waits for its threads
+                raise
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -2505,7 +2512,11 @@ class ParquetRows:
         import pyarrow.parquet as pq
 
         with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
+            reader = file
+            if file.metadata.row_group(group.index).total_byte_size > MOST_READ_AHEAD_BYTES:
+                # by itself pyarrow fetches a row group whole, which costs three times its size
+                reader = pq.ParquetFile(handle, metadata=file.metadata, pre_buffer=False, buffer_size=PIECE_BYTES)
+            yield from reader.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:
         """Give a batch the schema of the first file: later files may order or widen their columns differently."""
@@ -2520,9 +2531,10 @@ class ParquetRows:
 def _open_file(file: str) -> Any:
     if "://" not in file:
         return Path(file).open("rb")
-    import fsspec
+    from fsspec.core import url_to_fs
 
-    return fsspec.open(file, "rb").open()
+    filesystem, path = url_to_fs(file)
+    return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
 
 
 def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
@@ -5465,7 +5477,9 @@ def check_canary(trust: Trust, ask: Callable[[Canary, int], PageResult], engine:
         started = time.monotonic()
         wrong = what_is_wrong(trust.canary, ask(trust.canary, row))
         if wrong is None:
-            return time.monotonic() - started
+            took_s = time.monotonic() - started
+            say(f"the canary page was read in {took_s:.1f} s")
+            return took_s
     raise EngineError(
         f"{engine} can't be trusted with {trust.profile.model_id}: a page of known text (the canary) came back "
         f"unreadable: {wrong}. Most likely its version does not fit the model: use the image {trust.profile.image}. "
@@ -5619,8 +5633,6 @@ def get_ready(
     check_context(trust, card.get("max_model_len"))
     alive: Callable[[], None] = child.check_alive if child else lambda: None
     canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    if trust.canary:
-        say(f"the canary page was read in {canary_s:.1f} s")
     return Ready(endpoint, engine, canary_s)
 
 
@@ -6047,7 +6059,7 @@ LONGEST_BACKOFF_S = 60.0
 class Vigilance:
     """How the watchdog is set."""
 
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float = 50.0  # with the time that a look may take, noticed within a minute
     max_restarts: int = 10
     first_backoff_s: float = 1.0
 
@@ -6293,7 +6305,7 @@ class DriverOptions(CommonOptions):
         600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
     )
     stall_timeout: float = option(
-        60.0,
+        50.0,
         "engine",
         "seconds without a token and without a page, while pages are in flight, after which our server is started anew",
         metavar="S",

@@ -112,6 +112,7 @@ def main() -> int:
     """Measure, print a line each, and a JSON line at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2_000_000, help="rows of the dataset, a multiple of 2,000")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="shares of the blocks that are closed")
     parser.add_argument("--pages", type=int, default=1000, help="pages to read after the first request")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="bench-resume-"))
@@ -123,7 +124,7 @@ def main() -> int:
         print(f"{options.rows} rows, {input_mb:.0f} MB, blocks of {BLOCK_ROWS} rows")
         with StubVllm("--ceiling", "200") as stub:
             template = template_block(stub, source, work / "template")
-            for share in SHARES:
+            for share in options.shares:
                 out = work / f"out-{share}"
                 (out / "data").mkdir(parents=True)
                 for number in range(int(share * options.rows / BLOCK_ROWS)):

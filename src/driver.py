@@ -57,7 +57,7 @@ class DriverOptions(CommonOptions):
         600.0, "engine", "seconds from its first failure on in which a page is asked again", metavar="S", minimum=0.0
     )
     stall_timeout: float = option(
-        60.0,
+        50.0,
         "engine",
         "seconds without a token and without a page, while pages are in flight, after which our server is started anew",
         metavar="S",

@@ -55,6 +55,7 @@ from .interrupt import Interrupts
 from .job import Run, begin, engine_args, hosted_command, make_job
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
+from .orphans import end_children_with_us
 from .question import Question, page_messages, page_sampling
 from .report import progress_shown, say
 from .result import PageResult, result_of_answer
@@ -166,6 +167,7 @@ def ask_engine(
     arguments = engine_arguments(run)
     import vllm
 
+    end_children_with_us()
     say(f"starting vLLM {vllm.__version__} with {run.options.model}")
     try:
         llm = vllm.LLM(**arguments)

@@ -58,8 +58,6 @@ def get_ready(
     check_context(trust, card.get("max_model_len"))
     alive: Callable[[], None] = child.check_alive if child else lambda: None
     canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    if trust.canary:
-        say(f"the canary page was read in {canary_s:.1f} s")
     return Ready(endpoint, engine, canary_s)
 
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
 FOOTER_THREADS = 16
+MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
+PIECE_BYTES = 8 * 1024**2
+REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
 BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -283,7 +286,11 @@ class ParquetRows:
     def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0.0)
         with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
+            try:
+                footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
+            except BaseException:
+                self._patience.hurry(0.0)  # the pool waits for its threads
+                raise
         self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
@@ -349,7 +356,11 @@ class ParquetRows:
         import pyarrow.parquet as pq
 
         with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
+            reader = file
+            if file.metadata.row_group(group.index).total_byte_size > MOST_READ_AHEAD_BYTES:
+                # by itself pyarrow fetches a row group whole, which costs three times its size
+                reader = pq.ParquetFile(handle, metadata=file.metadata, pre_buffer=False, buffer_size=PIECE_BYTES)
+            yield from reader.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
 
     def _fit(self, batch: pa.RecordBatch) -> pa.Table:
         """Give a batch the schema of the first file: later files may order or widen their columns differently."""
@@ -364,9 +375,10 @@ class ParquetRows:
 def _open_file(file: str) -> Any:
     if "://" not in file:
         return Path(file).open("rb")
-    import fsspec
+    from fsspec.core import url_to_fs
 
-    return fsspec.open(file, "rb").open()
+    filesystem, path = url_to_fs(file)
+    return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
 
 
 def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:

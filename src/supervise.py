@@ -39,7 +39,7 @@ LONGEST_BACKOFF_S = 60.0
 class Vigilance:
     """How the watchdog is set."""
 
-    stall_timeout_s: float = 60.0
+    stall_timeout_s: float = 50.0  # with the time that a look may take, noticed within a minute
     max_restarts: int = 10
     first_backoff_s: float = 1.0
 

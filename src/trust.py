@@ -16,6 +16,7 @@ from .models import ModelProfile, known_bad_engine
 from .options import CommonOptions
 from .pages import PageLimits
 from .question import Question
+from .report import say
 from .result import PageResult
 
 
@@ -91,7 +92,9 @@ def check_canary(trust: Trust, ask: Callable[[Canary, int], PageResult], engine:
         started = time.monotonic()
         wrong = what_is_wrong(trust.canary, ask(trust.canary, row))
         if wrong is None:
-            return time.monotonic() - started
+            took_s = time.monotonic() - started
+            say(f"the canary page was read in {took_s:.1f} s")
+            return took_s
     raise EngineError(
         f"{engine} can't be trusted with {trust.profile.model_id}: a page of known text (the canary) came back "
         f"unreadable: {wrong}. Most likely its version does not fit the model: use the image {trust.profile.image}. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from rapidfuzz.distance import Levenshtein
 
 from src.spawn import shared_files
-from tests.runs import Ended, Running, is_running, output_table, run_here, wait_until
+from tests.runs import ROOT, Ended, Running, is_running, output_table, run_here, wait_until
 from tests.test_engine_runs import descendants
 from tests.tiny_lightonocr.drawn import drawn_pages, page_with
 from tests.vllm_cpu import CHECKPOINT, CpuVllm, TinyServer, cpu_engine_env
@@ -138,3 +139,39 @@ def test_a_real_engine_is_trusted_by_what_it_reads(drawn: Path, vllm_server: Tin
     assert refused.code == 1
     assert "can't be trusted" in refused.line["message"]
     assert not list((tmp_path / "other").rglob("*.parquet"))
+
+
+def test_the_offline_engine_reads_the_canary_before_the_first_page(
+    drawn: Path, cpu_engine: CpuVllm, tmp_path: Path
+) -> None:
+    words = [str(drawn / "pages.parquet"), str(tmp_path / "out"), "--model", str(CHECKPOINT), "--max-model-len", "4096"]
+    words += ["--max-tokens", "400", "--max-samples", "5", *canary_words(drawn), "--", "--dtype", "bfloat16"]
+    command = [str(cpu_engine.python), str(ROOT / "lighton-ocr.py"), *words, "--enforce-eager"]
+    done = subprocess.run(
+        command, env=cpu_engine_env(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    ended = Ended(done.returncode, done.stdout, done.stderr)
+    assert ended.code == 0, ended
+    assert "the canary page was read" in ended.stderr
+    assert ended.line["requests"] == 5
+
+
+def test_an_offline_run_that_is_killed_takes_the_engine_with_it(
+    drawn: Path, cpu_engine: CpuVllm, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = [str(drawn / "pages.parquet"), str(out), "--no-canary", "--model", str(CHECKPOINT)]
+    words += ["--max-model-len", "4096", "--max-tokens", "400", "--concurrency", "2", "--block-rows", "2"]
+    command = [str(cpu_engine.python), str(ROOT / "lighton-ocr.py"), *words, "--", "--dtype", "bfloat16"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen([*command, "--enforce-eager"], env=cpu_engine_env(), stdout=log, stderr=log) as process,
+    ):
+        wait_until(lambda: closed_blocks(out) or process.poll() is not None, "a block is closed", PATIENCE_S)
+        below = descendants(process.pid)
+        shared = shared_files(list(below))
+        time.sleep(2)  # the watcher has looked meanwhile
+        process.kill()
+    assert [name for name in below.values() if "EngineCore" in name], (tmp_path / "log").read_text()
+    wait_until(lambda: not any(is_running(pid) for pid in below), "all its processes are gone", PATIENCE_S)
+    wait_until(lambda: not any(file.exists() for file in shared), "its shared memory is gone")

@@ -501,7 +501,7 @@ def test_a_run_that_is_terminated_commits_and_another_machine_goes_on_with_the_b
         assert set(stub.stats()["tags"]) == rest
         for number in range(6):
             served = hub.bytes_served[f"data/letters-{number:05d}-of-00006.parquet"]
-            assert (served < 100_000) == (number in closed), hub.bytes_served
+            assert served < 80_000 if number in closed else 200_000 < served < 400_000, hub.bytes_served
         assert sum(hub.bytes_served[name] for name in before) < 400_000, "of blocks that are there the footers"
         assert before.items() <= blocks_on(hub, "me/text").items()
         assert_never_half(hub, "me/text", "letters")
@@ -554,7 +554,7 @@ def test_a_hub_that_refuses_a_commit_costs_no_page_and_the_same_command_publishe
 
         anew = on_hub(stub, env, *words, "--overwrite", "--block-rows", "6")
         assert anew.code == 0, anew
-        assert list(blocks_on(hub, "me/text")) == ["data/train-000000.parquet", "data/train-000001.parquet"]
+        assert sorted(blocks_on(hub, "me/text")) == ["data/train-000000.parquet", "data/train-000001.parquet"]
         assert_all_read(output_table(download(hub, "me/text", tmp_path / "published")), range(1, 13))
 
 

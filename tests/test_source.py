@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import datasets
@@ -26,7 +27,7 @@ from src.source import (
     open_source,
     path_inside,
 )
-from src.stream import StreamedRows
+from src.stream import StreamedRows, open_streamed
 from tests.stub_vllm import tagged_png
 
 
@@ -371,3 +372,58 @@ def test_a_stream_fetches_no_picture_from_elsewhere(path: str | None) -> None:
         lambda start: iter([{"image": cell}]), pa.schema([("image", kind)]), 1, "hf://datasets/me/x@1/", Patience(0.0)
     )
     assert rows.read(range(1))["image"].to_pylist() == [cell]
+
+
+def test_a_large_row_group_is_not_fetched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sizes = tmp_path / "large.parquet", [0]
+    numbers = list(range(10_000))
+    cells = [number.to_bytes(4, "big") * 250 for number in numbers]
+    table = pa.table({"id": numbers, "image": cells})
+    pq.write_table(table, path, compression="none", use_dictionary=False)  # one row group of several pages
+
+    class Counted(Flaky):
+        def read(self, size: int = -1) -> bytes:
+            sizes.append(size)
+            return super().read(size)
+
+    monkeypatch.setattr("src.source._open_file", lambda file: Counted(file, [], []))
+    assert ParquetRows([str(path)]).read(range(10_000)).equals(table)
+    assert max(sizes) > 9_900_000
+    sizes.clear()
+    monkeypatch.setattr("src.source.MOST_READ_AHEAD_BYTES", 100_000)
+    monkeypatch.setattr("src.source.PIECE_BYTES", 100_000)
+    rows = ParquetRows([str(path)])
+    assert rows.read(range(10)).num_rows == 10
+    assert sum(sizes) < 4_000_000
+    assert rows.read(range(10_000)).equals(table)
+
+
+class Builder:
+    """What is looked at of a builder that streams `rows`."""
+
+    def __init__(self, name: str, files: list[str], rows: list[dict[str, Any]], num_examples: int = 0) -> None:
+        self.name = name
+        self.config = SimpleNamespace(data_files={"train": files})
+        self.info = SimpleNamespace(splits={"train": SimpleNamespace(num_examples=num_examples)})
+        self._rows = rows
+
+    def as_streaming_dataset(self, split: str) -> Any:
+        return datasets.Dataset.from_list(self._rows, split=split).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "num_examples", "rows_found"),
+    [
+        ("imagefolder", ["hf://datasets/me/x@1/a.png"], 0, 3),
+        ("imagefolder", ["hf://datasets/me/x@1/a.png", "hf://datasets/me/x@1/b.ZIP"], 3, None),
+        ("webdataset", ["hf://datasets/me/x@1/a.tar"], 3, 3),
+        ("webdataset", ["hf://datasets/me/x@1/a.tar"], 0, None),
+    ],
+)
+def test_what_is_streamed_has_a_known_number_of_rows(
+    name: str, files: list[str], num_examples: int, rows_found: int | None
+) -> None:
+    builder = Builder(name, files, [{"id": number} for number in range(3)], num_examples)
+    rows = open_streamed(builder, "me/x", "1", "train", Patience(0.0))
+    assert (rows.num_rows if rows else None) == rows_found
+    assert rows is None or ids(rows.read(range(1, 3))) == [1, 2]

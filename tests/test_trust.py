@@ -9,12 +9,17 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from src.canary import CANARY_SIZE_PX
+from src.errors import EngineError
+from src.models import find_profile
+from src.question import Question
+from src.trust import Trust, check_version
 from tests.runs import (
     STUB,
     Ended,
@@ -173,6 +178,32 @@ def test_a_vllm_on_path_that_is_known_to_be_bad_is_refused_before_it_is_started(
     assert "vLLM 0.30.0 with transformers 5.17.2 is known to be bad" in ended.line["message"]
     assert "PixtralRotaryEmbedding" in ended.line["message"]
     assert "starting" not in ended.stderr
+
+
+PAIRS = [
+    ("0.27.1", "5.16.1", False, True),
+    ("0.27.1", "5.16.1", True, True),
+    ("0.27.10", "5.16.1", False, False),
+    ("0.30.0", "5.17.0", False, True),
+    ("0.30.0", "5.16.1", False, False),
+    ("0.30.0", None, False, False),  # what is not known is left to the start, whose log tells
+    ("0.30.0", None, True, False),  # it serves the model, so it is not the pair that can't
+    ("0.32.0", "5.19.0", False, False),
+]
+
+
+@pytest.mark.parametrize(("vllm", "transformers", "serves", "refused"), PAIRS)
+def test_a_pair_is_refused_where_it_is_known_to_be_bad(
+    vllm: str, transformers: str | None, serves: bool, refused: bool
+) -> None:
+    profile = find_profile("lightonai/LightOnOCR-2-1B").profile
+    trust = Trust(profile, Question("", 0.2, 0.9, 4096, 0, {}), canary=None)
+    if refused:
+        with pytest.raises(EngineError, match=r"known to be bad.*--allow-bad-engine"):
+            check_version(trust, vllm, transformers, serves=serves)
+    else:
+        check_version(trust, vllm, transformers, serves=serves)
+    check_version(replace(trust, allow_bad_engine=True), vllm, transformers, serves=serves)
 
 
 def test_a_context_too_small_for_the_largest_page_is_refused_with_the_sum(tmp_path: Path, pages: Path) -> None:
