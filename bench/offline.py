@@ -33,7 +33,7 @@ from tests.tiny_lightonocr.drawn import drawn_pages  # noqa: E402
 from tests.vllm_cpu import CHECKPOINT, SERVED_NAME, cpu_engine_env, cpu_vllm, serve_tiny  # noqa: E402
 
 SAMPLING = ("--temperature", "0", "--max-tokens", "400")
-TINY = ("--model", str(CHECKPOINT), "--max-model-len", "2048", "--no-canary")
+TINY = ("--model", str(CHECKPOINT), "--max-model-len", "4096", "--no-canary")
 ENGINE = ("--", "--dtype", "bfloat16", "--enforce-eager", "--no-enable-chunked-prefill")
 # Takes enqueue_chat away, so that the script falls back to chunks, as on an engine that has none.
 WITHOUT_ENQUEUE = """

@@ -65,7 +65,7 @@ MOST_IN_FLIGHT = 512  # what windows may be: the last page must not be asked abo
 REACHED = 0.9
 REACHED_OVER_S = 2.0  # measured over so long a time
 BUSY_SHARE, BUSY_THREAD = 0.85, 0.9  # of all cores, and of one: beyond that the CPU is the limit
-PATIENCE_S = 240.0
+PATIENCE_S = 120.0
 
 
 # --- contestants -----------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ class Held:
 
 def hold(who: Contestant, pages: Path, in_flight: int) -> tuple[float, float]:
     """Return (MiB held with so many in flight and none answered, their peak on the way)."""
-    model = ["--max-num-seqs", "0"]
+    model = ["--max-num-seqs", "0", "--kv-cache-usage", "0.1"]
     with running(who, pages, model, in_flight, in_flight) as run:
 
         def is_full() -> bool:
