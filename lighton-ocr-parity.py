@@ -24,11 +24,20 @@ against a truth it counts as empty text.
 
 # Built from src/parity.py and the rooms below by tools/build.py: edit those, not this file.
 #
-#   compare: Two columns of text, page by page: which rows belong together, how far they are apart, which is nearer the
-#       truth.
+#   error_rates: How far texts are from the truth: edits, CER and WER, and the interval of a difference between two
+#       sides.
+#   normalise: What may be made equal before two texts are compared, by name.
+#   compare: Two columns of text, page by page: which rows belong together, and how far they are apart.
 #   errors: The errors that end a run, and the exit code of each.
-#   parity_report: What a comparison found, as one object, and that object as a text table, as JSON and as one HTML
-#       page.
+#   findings: What a comparison found, as one object: the counts, distributions and rates that every report is made of.
+#   visible: Text from anywhere, made harmless: on one line, and unable to steer a terminal.
+#   diff: Where two texts part: as an excerpt of each, and as aligned lines with the changes marked.
+#   parity_text: A comparison in words and numbers: as a table for a terminal, and as JSON.
+#   parity_html: A comparison as one HTML page that needs nothing else.
+#   parity_options: The command line of a comparison: two results, a truth, and what is reported.
+#   splits: The splits of a dataset: which one is read, and the one that save_to_disk wrote.
+#   parity_source: Reading one of two results: its columns of text, from the Hub or a disk, without its pictures.
+#   parity_pages: The pages that two results have in common: their texts, some at a time, and those furthest apart.
 
 from __future__ import annotations
 
@@ -53,17 +62,111 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# ---- compare ---------------------------------------------------------------------------------------------------------
-# Two columns of text, page by page: which rows belong together, how far they are apart, which is nearer the truth.
+# ---- error_rates -----------------------------------------------------------------------------------------------------
+# How far texts are from the truth: edits, CER and WER, and the interval of a difference between two sides.
 
 
 FloatArray: TypeAlias = "NDArray[np.float64]"
 IntArray: TypeAlias = "NDArray[np.int64]"
-BoolArray: TypeAlias = "NDArray[np.bool_]"
+
+BOOTSTRAP_WORK = 300_000_000  # pages drawn in all: a few seconds; a million pages need no more than 1,000 resamples
+
+
+def edit_distances(texts_a: Sequence[str], texts_b: Sequence[str]) -> IntArray:
+    """The Levenshtein distance of each pair, in characters."""
+    import numpy as np
+    from rapidfuzz.distance import Levenshtein
+    from rapidfuzz.process import cpdist
+
+    if not texts_a:
+        return np.zeros(0, dtype=np.int64)
+    distances = cpdist(texts_a, texts_b, scorer=Levenshtein.distance, dtype=np.int64, workers=-1)
+    return np.asarray(distances, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class SideErrors:
+    """Edits from the truth, page by page. A page whose truth is empty has rate 0 if the text is empty, else 1."""
+
+    character_edits: IntArray
+    characters: IntArray
+    word_edits: IntArray
+    words: IntArray
+
+    def cer(self) -> FloatArray:
+        """Character error rate of each page."""
+        return _rates(self.character_edits, self.characters)
+
+    def wer(self) -> FloatArray:
+        """Word error rate of each page."""
+        return _rates(self.word_edits, self.words)
+
+
+def _rates(edits: IntArray, totals: IntArray) -> FloatArray:
+    import numpy as np
+
+    return np.where(totals > 0, edits / np.maximum(totals, 1), (edits > 0).astype(np.float64))
+
+
+def side_errors(truths: Sequence[str], texts: Sequence[str]) -> SideErrors:
+    """Edits that lead from each truth to its text, in characters and in words."""
+    import jiwer
+    import numpy as np
+
+    words = [truth.split() for truth in truths]
+    word_edits = [0] * len(truths)
+    differing = [index for index, truth in enumerate(truths) if words[index] != texts[index].split()]
+    if differing:
+        # jiwer splits at single spaces only
+        references = [" ".join(words[index]) for index in differing]
+        answers = [" ".join(texts[index].split()) for index in differing]
+        for index, chunks in zip(differing, jiwer.process_words(references, answers).alignments, strict=True):
+            word_edits[index] = sum(
+                max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
+                for chunk in chunks
+                if chunk.type != "equal"
+            )
+    return SideErrors(
+        character_edits=edit_distances(truths, texts),
+        characters=np.array([len(truth) for truth in truths], dtype=np.int64),
+        word_edits=np.array(word_edits, dtype=np.int64),
+        words=np.array([len(split) for split in words], dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A 95 % interval of a mean, by resampling pages."""
+
+    mean: float
+    low: float
+    high: float
+    resamples: int
+
+
+def paired_bootstrap(differences: FloatArray, resamples: int, seed: int) -> Interval:
+    """The mean of per-page differences and where it would lie had other pages been drawn."""
+    import numpy as np
+
+    pages = len(differences)
+    resamples = min(resamples, max(1000, BOOTSTRAP_WORK // pages))
+    random = np.random.default_rng(seed)
+    at_once = max(1, 1_000_000 // pages)
+    means = np.concatenate(
+        [
+            differences[random.integers(0, pages, size=(min(at_once, resamples - done), pages))].mean(axis=1)
+            for done in range(0, resamples, at_once)
+        ]
+    )
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Interval(mean=float(differences.mean()), low=float(low), high=float(high), resamples=resamples)
+
+
+# ---- normalise -------------------------------------------------------------------------------------------------------
+# What may be made equal before two texts are compared, by name.
+
+
 Normaliser: TypeAlias = Callable[[str], str]
-
-# --- normalisations ---------------------------------------------------------------------------------------------------
-
 MARKDOWN_MARKS = re.compile(r"(?<!\w)(?:\*{1,3}|_{1,3}|~~)(?=\S)|(?<=\S)(?:\*{1,3}|_{1,3}|~~)(?!\w)|`+")
 MARKDOWN_BREAK = re.compile(r"<br ?/?>")
 MARKDOWN_LINK = re.compile(r"!?\[([^\[\]\n]*)\]\([^()\s]*\)")
@@ -139,6 +242,13 @@ def normaliser(names: Sequence[str]) -> Normaliser:
     return apply
 
 
+# ---- compare ---------------------------------------------------------------------------------------------------------
+# Two columns of text, page by page: which rows belong together, and how far they are apart.
+
+
+BoolArray: TypeAlias = "NDArray[np.bool_]"
+
+
 # --- which rows belong together ---------------------------------------------------------------------------------------
 
 
@@ -203,24 +313,6 @@ class PageBatch:
 
 
 @dataclass(frozen=True)
-class SideErrors:
-    """Edits from the truth, page by page. A page whose truth is empty has rate 0 if the text is empty, else 1."""
-
-    character_edits: IntArray
-    characters: IntArray
-    word_edits: IntArray
-    words: IntArray
-
-    def cer(self) -> FloatArray:
-        """Character error rate of each page."""
-        return _rates(self.character_edits, self.characters)
-
-    def wer(self) -> FloatArray:
-        """Word error rate of each page."""
-        return _rates(self.word_edits, self.words)
-
-
-@dataclass(frozen=True)
 class PageScores:
     """What was measured, one entry a page; a length of -1 is a text that is null, and its `distance` is NaN."""
 
@@ -240,50 +332,6 @@ class PageScores:
 
         missing = (self.length_a < 0) != (self.length_b < 0)
         return np.where(missing, 1.0, self.distance)
-
-
-def edit_distances(texts_a: Sequence[str], texts_b: Sequence[str]) -> IntArray:
-    """The Levenshtein distance of each pair, in characters."""
-    import numpy as np
-    from rapidfuzz.distance import Levenshtein
-    from rapidfuzz.process import cpdist
-
-    if not texts_a:
-        return np.zeros(0, dtype=np.int64)
-    distances = cpdist(texts_a, texts_b, scorer=Levenshtein.distance, dtype=np.int64, workers=-1)
-    return np.asarray(distances, dtype=np.int64)
-
-
-def similarity(text_a: str, text_b: str) -> float:
-    """1 for the same text, 0 for no character in common: 1 - edits / length of the longer text."""
-    longer = max(len(text_a), len(text_b))
-    return 1.0 - int(edit_distances([text_a], [text_b])[0]) / longer if longer else 1.0
-
-
-def side_errors(truths: Sequence[str], texts: Sequence[str]) -> SideErrors:
-    """Edits that lead from each truth to its text, in characters and in words."""
-    import jiwer
-    import numpy as np
-
-    words = [truth.split() for truth in truths]
-    word_edits = [0] * len(truths)
-    differing = [index for index, truth in enumerate(truths) if words[index] != texts[index].split()]
-    if differing:
-        # jiwer splits at single spaces only
-        references = [" ".join(words[index]) for index in differing]
-        answers = [" ".join(texts[index].split()) for index in differing]
-        for index, chunks in zip(differing, jiwer.process_words(references, answers).alignments, strict=True):
-            word_edits[index] = sum(
-                max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
-                for chunk in chunks
-                if chunk.type != "equal"
-            )
-    return SideErrors(
-        character_edits=edit_distances(truths, texts),
-        characters=np.array([len(truth) for truth in truths], dtype=np.int64),
-        word_edits=np.array(word_edits, dtype=np.int64),
-        words=np.array([len(split) for split in words], dtype=np.int64),
-    )
 
 
 def measure(
@@ -356,17 +404,10 @@ def _measure_batch(batch: PageBatch, normalise: Normaliser) -> PageScores:
     )
 
 
-def _rates(edits: IntArray, totals: IntArray) -> FloatArray:
-    import numpy as np
-
-    return np.where(totals > 0, edits / np.maximum(totals, 1), (edits > 0).astype(np.float64))
-
-
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 # A distance of 0, then up to each edge, then beyond the last: OCR runs differ by little or by everything.
 DISTANCE_EDGES = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-BOOTSTRAP_WORK = 300_000_000  # pages drawn in all: a few seconds; a million pages need no more than 1,000 resamples
 
 
 def distance_histogram(distances: FloatArray) -> tuple[int, ...]:
@@ -382,40 +423,6 @@ def worst_decile_mean(distances: FloatArray) -> float:
     import numpy as np
 
     return float(np.sort(distances)[-max(1, -(-len(distances) // 10)) :].mean())
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A 95 % interval of a mean, by resampling pages."""
-
-    mean: float
-    low: float
-    high: float
-    resamples: int
-
-
-def paired_bootstrap(differences: FloatArray, resamples: int, seed: int) -> Interval:
-    """The mean of per-page differences and where it would lie had other pages been drawn."""
-    import numpy as np
-
-    pages = len(differences)
-    resamples = min(resamples, max(1000, BOOTSTRAP_WORK // pages))
-    random = np.random.default_rng(seed)
-    at_once = max(1, 1_000_000 // pages)
-    means = np.concatenate(
-        [
-            differences[random.integers(0, pages, size=(min(at_once, resamples - done), pages))].mean(axis=1)
-            for done in range(0, resamples, at_once)
-        ]
-    )
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Interval(mean=float(differences.mean()), low=float(low), high=float(high), resamples=resamples)
-
-
-def first_difference(text_a: str, text_b: str) -> int:
-    """The index of the first character in which the texts differ; their length where they don't."""
-    pairs = enumerate(zip(text_a, text_b, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(text_a), len(text_b)))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -453,11 +460,8 @@ def network_errors() -> tuple[type[Exception], ...]:
     return (OSError, httpx.HTTPError)
 
 
-# ---- parity_report ---------------------------------------------------------------------------------------------------
-# What a comparison found, as one object, and that object as a text table, as JSON and as one HTML page.
-
-
-# --- what was found ---------------------------------------------------------------------------------------------------
+# ---- findings --------------------------------------------------------------------------------------------------------
+# What a comparison found, as one object: the counts, distributions and rates that every report is made of.
 
 
 @dataclass(frozen=True)
@@ -665,6 +669,40 @@ def cross_table(pairs: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int
     return table
 
 
+# ---- visible ---------------------------------------------------------------------------------------------------------
+# Text from anywhere, made harmless: on one line, and unable to steer a terminal.
+
+
+CONTROL_PICTURES: Mapping[int, int | str] = {
+    **{code: 0x2400 + code for code in range(32)},
+    **dict.fromkeys((*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+    0x09: "⇥",
+    0x0A: "⏎",
+}
+
+
+def visible(text: str) -> str:
+    """Text on one line that can't steer a terminal: control and direction characters become pictures."""
+    return text.translate(CONTROL_PICTURES)
+
+
+# ---- diff ------------------------------------------------------------------------------------------------------------
+# Where two texts part: as an excerpt of each, and as aligned lines with the changes marked.
+
+
+DIFF_TOKEN = re.compile(r"\n|[^\S\n]+|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+?(?=[\u3040-\u9fff])|\w+|[^\w\s]")
+DIFF_TOKENS = 8_000  # of each side: the alignment of two texts of this length takes a few milliseconds
+DIFF_ROWS = 60
+DIFF_EQUAL_CHARACTERS = 240
+DIFF_CHANGED_CHARACTERS = 1_000
+
+
+def first_difference(text_a: str, text_b: str) -> int:
+    """The index of the first character in which the texts differ; their length where they don't."""
+    pairs = enumerate(zip(text_a, text_b, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(text_a), len(text_b)))
+
+
 def difference_excerpts(text_a: str | None, text_b: str | None, width: int = 64) -> tuple[int | None, str, str]:
     """Where the texts part, and both around that place, on one line each."""
     if text_a is None or text_b is None:
@@ -680,191 +718,6 @@ def difference_excerpts(text_a: str | None, text_b: str | None, width: int = 64)
         return visible(("…" if start else "") + cut + ("…" if start + width < len(text) else ""))
 
     return at, excerpt(text_a), excerpt(text_b)
-
-
-def to_json(comparison: Comparison) -> str:
-    """The comparison without the texts."""
-    record: dict[str, Any] = {"version": 1, **asdict(comparison)}
-    for page in record["worst"]:
-        del page["text_a"], page["text_b"]
-    return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
-
-
-# --- words for numbers, and harmless text -----------------------------------------------------------------------------
-
-CONTROL_PICTURES: Mapping[int, int | str] = {
-    **{code: 0x2400 + code for code in range(32)},
-    **dict.fromkeys((*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
-    0x09: "⇥",
-    0x0A: "⏎",
-}
-
-
-def visible(text: str) -> str:
-    """Text on one line that can't steer a terminal: control and direction characters become pictures."""
-    return text.translate(CONTROL_PICTURES)
-
-
-def _number(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({100 * part / whole:.1f} %)" if whole else f"{part:,}"
-
-
-def histogram_labels(similarity: bool) -> list[str]:
-    """What each bar of `distance_histogram` stands for, as similarities or as error rates."""
-    if similarity:
-        edges = [f"{1 - edge:.3f}".rstrip("0") for edge in DISTANCE_EDGES]
-        return ["identical", *(f"≥ {edge}" for edge in edges), f"< {edges[-1]}"]
-    edges = [f"{100 * edge:g} %" for edge in DISTANCE_EDGES]
-    return ["0", *(f"≤ {edge}" for edge in edges), f"> {edges[-1]}"]
-
-
-def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
-    """The summary as (name, value) lines, for both the text table and the page."""
-    match, texts = comparison.match, comparison.texts
-    together = f"{texts.no_text_a:,} in A only · {texts.no_text_b:,} in B only · {texts.no_text_both:,} in both"
-    rows = [
-        ("rows", f"{match.both:,} in both · {match.only_a:,} only in A · {match.only_b:,} only in B"),
-        ("matched by", visible(match.by)),
-    ]
-    if match.duplicate_ids_a or match.duplicate_ids_b:
-        rows.append(("ids twice, left out", f"{match.duplicate_ids_a:,} in A · {match.duplicate_ids_b:,} in B"))
-    if match.null_ids_a or match.null_ids_b:
-        rows.append(("rows without an id", f"{match.null_ids_a:,} in A · {match.null_ids_b:,} in B"))
-    rows += [
-        (f"e.g. {name.replace('_', ' ')}", visible(", ".join(str(key) for key in ids))[:70])
-        for name, ids in match.examples.items()
-    ]
-    rows += [
-        ("no text (null)", together),
-        ("byte-identical", f"{_share(texts.identical, texts.pages)} of {texts.pages:,} pages with text on both sides"),
-        (
-            "equal normalised",
-            f"{_share(texts.equal_normalised, texts.pages)} after {', '.join(comparison.normalisations) or 'nothing'}",
-        ),
-        (
-            "similarity",
-            f"mean {_number(texts.similarity_mean)} · median {_number(texts.similarity_median)} · "
-            f"worst decile {_number(texts.similarity_worst_decile_mean)}",
-        ),
-    ]
-    if texts.no_text_a or texts.no_text_b:
-        rows.append(("… a lone text as 0", f"mean {_number(texts.similarity_mean_missing_as_0)}"))
-    rows += [
-        ("characters", f"A {texts.characters_a:,} · B {texts.characters_b:,}"),
-        (
-            "length B/A",
-            f"median {_number(texts.length_ratio_median, 3)} · p5 {_number(texts.length_ratio_p5, 3)} · "
-            f"p95 {_number(texts.length_ratio_p95, 3)} · beyond 2x: {texts.length_beyond_2x:,} pages",
-        ),
-    ]
-    if comparison.a.tokens is not None or comparison.b.tokens is not None:
-        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]
-        rows.append(("tokens", f"A {tokens[0]} · B {tokens[1]}"))
-    return rows
-
-
-def truth_rows(truth: TruthSummary) -> list[tuple[str, str]]:
-    """What the truth says, apart from the table of rates."""
-    gap = truth.cer_difference
-    verdict = "A has fewer errors" if gap.high < 0 else "B has fewer errors" if gap.low > 0 else "no difference shown"
-    rows = [
-        ("mean CER, A - B", f"{gap.mean:+.5f}   95 % interval {gap.low:+.5f} to {gap.high:+.5f}: {verdict}"),
-        ("", f"paired bootstrap, {gap.resamples:,} resamples of {truth.pages:,} pages"),
-        ("page by page", f"A nearer {truth.better_a:,} · B nearer {truth.better_b:,} · equal {truth.equal:,}"),
-        ("counted as", "a null text is an empty one (CER 1); an empty truth gives 0, or 1 with any text"),
-    ]
-    if truth.pages_without_truth or truth.pages_with_empty_truth:
-        left_out = f"{truth.pages_without_truth:,} null, left out · {truth.pages_with_empty_truth:,} empty"
-        rows.append(("truths", left_out))
-    return rows
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-BAR_WIDTH = 40
-
-
-def to_text(comparison: Comparison) -> str:
-    """The table for a terminal, 100 columns at most where the names allow it."""
-    lines: list[str] = []
-    for name, side in (("A", comparison.a), ("B", comparison.b)):
-        lines.append(
-            f"{name}  {visible(side.source)}  split {visible(side.split)}  column {visible(side.column)}  "
-            f"{side.rows:,} rows"
-        )
-        for made in side.made_by:
-            lines += textwrap.wrap(visible(made), 97, initial_indent="   ", subsequent_indent="   ")
-    lines += ["", *(f"{name:<20}{value}" for name, value in fact_rows(comparison))]
-    histogram = comparison.texts.distance_histogram
-    lines += ["", "similarity          pages", *_text_bars(histogram_labels(similarity=True), histogram)]
-    if comparison.truth:
-        truth = comparison.truth
-        normalised = ", ".join(comparison.normalisations) or "nothing"
-        lines += ["", f"against the truth   {visible(truth.source)}: {truth.pages:,} pages, after {normalised}"]
-        lines += [f"{'':<20}{'CER mean':>10}{'median':>10}{'micro':>10}{'WER mean':>12}{'median':>10}{'micro':>10}"]
-        for name, cer, wer in (("A", truth.cer_a, truth.wer_a), ("B", truth.cer_b, truth.wer_b)):
-            first = "".join(f"{value:>10.4f}" for value in (cer.mean, cer.median, cer.micro))
-            lines.append(f"{name:<20}{first}{wer.mean:>12.4f}{wer.median:>10.4f}{wer.micro:>10.4f}")
-        lines += [f"{name:<20}{value}" for name, value in truth_rows(truth)]
-    if comparison.statuses:
-        columns = status_columns(comparison.statuses)
-        lines += ["", f"{'status A / B':<20}" + "".join(f"{visible(name):>13}" for name in columns)]
-        lines += [
-            f"{visible(status):<20}" + "".join(f"{row.get(name, 0) or '·':>13}" for name in columns)
-            for status, row in comparison.statuses.items()
-        ]
-    if comparison.worst:
-        lines += ["", "the pages furthest apart"]
-    for page in comparison.worst:
-        lines.append(f"  {visible(page.page)}  {' · '.join(worst_page_facts(page))}")
-        lines += [f"      error in {error}" for error in worst_page_errors(page)]
-        lines += [f"      A {page.excerpt_a}", f"      B {page.excerpt_b}"]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
-def _text_bars(labels: Sequence[str], counts: Sequence[int]) -> Iterator[str]:
-    most = max(*counts, 1)
-    for label, count in zip(labels, counts, strict=True):
-        bar = "█" * max(round(BAR_WIDTH * count / most), 1 if count else 0)
-        yield f"  {label:<14}{count:>9,}  {bar}"
-
-
-def status_columns(statuses: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """B's statuses, in the order of the alphabet."""
-    return sorted({status for row in statuses.values() for status in row})
-
-
-def worst_page_facts(page: WorstPage) -> list[str]:
-    """What one line says about a page."""
-    facts = [f"similarity {_number(page.similarity)}" if page.similarity is not None else "a text on one side only"]
-    lengths = ["no text" if length is None else f"{length:,}" for length in (page.length_a, page.length_b)]
-    facts.append(f"characters {lengths[0]} / {lengths[1]}")
-    if page.cer_a is not None and page.cer_b is not None:
-        facts.append(f"CER {page.cer_a:.4f} / {page.cer_b:.4f}")
-    if page.status_a or page.status_b:
-        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")
-    if page.first_difference is not None:
-        facts.append(f"from character {page.first_difference:,}")
-    return facts
-
-
-def worst_page_errors(page: WorstPage) -> list[str]:
-    """The reasons of a page without text."""
-    errors = (("A", page.error_a), ("B", page.error_b))
-    return [f"{name}: {visible(error)[:90]}" for name, error in errors if error]
-
-
-# --- a readable difference --------------------------------------------------------------------------------------------
-
-DIFF_TOKEN = re.compile(r"\n|[^\S\n]+|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+?(?=[\u3040-\u9fff])|\w+|[^\w\s]")
-DIFF_TOKENS = 8_000  # of each side: the alignment of two texts of this length takes a few milliseconds
-DIFF_ROWS = 60
-DIFF_EQUAL_CHARACTERS = 240
-DIFF_CHANGED_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True)
@@ -970,7 +823,176 @@ def clip_segment(segment: DiffSegment) -> str:
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
-# --- HTML -------------------------------------------------------------------------------------------------------------
+# ---- parity_text -----------------------------------------------------------------------------------------------------
+# A comparison in words and numbers: as a table for a terminal, and as JSON.
+
+
+BAR_WIDTH = 40
+
+
+def to_json(comparison: Comparison) -> str:
+    """The comparison without the texts."""
+    record: dict[str, Any] = {"version": 1, **asdict(comparison)}
+    for page in record["worst"]:
+        del page["text_a"], page["text_b"]
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+
+
+def to_text(comparison: Comparison) -> str:
+    """The table for a terminal, 100 columns at most where the names allow it."""
+    lines: list[str] = []
+    for name, side in (("A", comparison.a), ("B", comparison.b)):
+        lines.append(
+            f"{name}  {visible(side.source)}  split {visible(side.split)}  column {visible(side.column)}  "
+            f"{side.rows:,} rows"
+        )
+        for made in side.made_by:
+            lines += textwrap.wrap(visible(made), 97, initial_indent="   ", subsequent_indent="   ")
+    lines += ["", *(f"{name:<20}{value}" for name, value in fact_rows(comparison))]
+    histogram = comparison.texts.distance_histogram
+    lines += ["", "similarity          pages", *_text_bars(histogram_labels(similarity=True), histogram)]
+    if comparison.truth:
+        truth = comparison.truth
+        normalised = ", ".join(comparison.normalisations) or "nothing"
+        lines += ["", f"against the truth   {visible(truth.source)}: {truth.pages:,} pages, after {normalised}"]
+        lines += [f"{'':<20}{'CER mean':>10}{'median':>10}{'micro':>10}{'WER mean':>12}{'median':>10}{'micro':>10}"]
+        for name, cer, wer in (("A", truth.cer_a, truth.wer_a), ("B", truth.cer_b, truth.wer_b)):
+            first = "".join(f"{value:>10.4f}" for value in (cer.mean, cer.median, cer.micro))
+            lines.append(f"{name:<20}{first}{wer.mean:>12.4f}{wer.median:>10.4f}{wer.micro:>10.4f}")
+        lines += [f"{name:<20}{value}" for name, value in truth_rows(truth)]
+    if comparison.statuses:
+        columns = status_columns(comparison.statuses)
+        lines += ["", f"{'status A / B':<20}" + "".join(f"{visible(name):>13}" for name in columns)]
+        lines += [
+            f"{visible(status):<20}" + "".join(f"{row.get(name, 0) or '·':>13}" for name in columns)
+            for status, row in comparison.statuses.items()
+        ]
+    if comparison.worst:
+        lines += ["", "the pages furthest apart"]
+    for page in comparison.worst:
+        lines.append(f"  {visible(page.page)}  {' · '.join(worst_page_facts(page))}")
+        lines += [f"      error in {error}" for error in worst_page_errors(page)]
+        lines += [f"      A {page.excerpt_a}", f"      B {page.excerpt_b}"]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _text_bars(labels: Sequence[str], counts: Sequence[int]) -> Iterator[str]:
+    most = max(*counts, 1)
+    for label, count in zip(labels, counts, strict=True):
+        bar = "█" * max(round(BAR_WIDTH * count / most), 1 if count else 0)
+        yield f"  {label:<14}{count:>9,}  {bar}"
+
+
+# --- words for numbers, on the page too -------------------------------------------------------------------------------
+
+
+def rounded(value: float | None, digits: int = 4) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({100 * part / whole:.1f} %)" if whole else f"{part:,}"
+
+
+def histogram_labels(similarity: bool) -> list[str]:
+    """What each bar of `distance_histogram` stands for, as similarities or as error rates."""
+    if similarity:
+        edges = [f"{1 - edge:.3f}".rstrip("0") for edge in DISTANCE_EDGES]
+        return ["identical", *(f"≥ {edge}" for edge in edges), f"< {edges[-1]}"]
+    edges = [f"{100 * edge:g} %" for edge in DISTANCE_EDGES]
+    return ["0", *(f"≤ {edge}" for edge in edges), f"> {edges[-1]}"]
+
+
+def fact_rows(comparison: Comparison) -> list[tuple[str, str]]:
+    """The summary as (name, value) lines, for both the text table and the page."""
+    match, texts = comparison.match, comparison.texts
+    together = f"{texts.no_text_a:,} in A only · {texts.no_text_b:,} in B only · {texts.no_text_both:,} in both"
+    rows = [
+        ("rows", f"{match.both:,} in both · {match.only_a:,} only in A · {match.only_b:,} only in B"),
+        ("matched by", visible(match.by)),
+    ]
+    if match.duplicate_ids_a or match.duplicate_ids_b:
+        rows.append(("ids twice, left out", f"{match.duplicate_ids_a:,} in A · {match.duplicate_ids_b:,} in B"))
+    if match.null_ids_a or match.null_ids_b:
+        rows.append(("rows without an id", f"{match.null_ids_a:,} in A · {match.null_ids_b:,} in B"))
+    rows += [
+        (f"e.g. {name.replace('_', ' ')}", visible(", ".join(str(key) for key in ids))[:70])
+        for name, ids in match.examples.items()
+    ]
+    rows += [
+        ("no text (null)", together),
+        ("byte-identical", f"{_share(texts.identical, texts.pages)} of {texts.pages:,} pages with text on both sides"),
+        (
+            "equal normalised",
+            f"{_share(texts.equal_normalised, texts.pages)} after {', '.join(comparison.normalisations) or 'nothing'}",
+        ),
+        (
+            "similarity",
+            f"mean {rounded(texts.similarity_mean)} · median {rounded(texts.similarity_median)} · "
+            f"worst decile {rounded(texts.similarity_worst_decile_mean)}",
+        ),
+    ]
+    if texts.no_text_a or texts.no_text_b:
+        rows.append(("… a lone text as 0", f"mean {rounded(texts.similarity_mean_missing_as_0)}"))
+    rows += [
+        ("characters", f"A {texts.characters_a:,} · B {texts.characters_b:,}"),
+        (
+            "length B/A",
+            f"median {rounded(texts.length_ratio_median, 3)} · p5 {rounded(texts.length_ratio_p5, 3)} · "
+            f"p95 {rounded(texts.length_ratio_p95, 3)} · beyond 2x: {texts.length_beyond_2x:,} pages",
+        ),
+    ]
+    if comparison.a.tokens is not None or comparison.b.tokens is not None:
+        tokens = ["–" if side.tokens is None else f"{side.tokens:,}" for side in (comparison.a, comparison.b)]
+        rows.append(("tokens", f"A {tokens[0]} · B {tokens[1]}"))
+    return rows
+
+
+def truth_rows(truth: TruthSummary) -> list[tuple[str, str]]:
+    """What the truth says, apart from the table of rates."""
+    gap = truth.cer_difference
+    verdict = "A has fewer errors" if gap.high < 0 else "B has fewer errors" if gap.low > 0 else "no difference shown"
+    rows = [
+        ("mean CER, A - B", f"{gap.mean:+.5f}   95 % interval {gap.low:+.5f} to {gap.high:+.5f}: {verdict}"),
+        ("", f"paired bootstrap, {gap.resamples:,} resamples of {truth.pages:,} pages"),
+        ("page by page", f"A nearer {truth.better_a:,} · B nearer {truth.better_b:,} · equal {truth.equal:,}"),
+        ("counted as", "a null text is an empty one (CER 1); an empty truth gives 0, or 1 with any text"),
+    ]
+    if truth.pages_without_truth or truth.pages_with_empty_truth:
+        left_out = f"{truth.pages_without_truth:,} null, left out · {truth.pages_with_empty_truth:,} empty"
+        rows.append(("truths", left_out))
+    return rows
+
+
+def status_columns(statuses: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """B's statuses, in the order of the alphabet."""
+    return sorted({status for row in statuses.values() for status in row})
+
+
+def worst_page_facts(page: WorstPage) -> list[str]:
+    """What one line says about a page."""
+    facts = [f"similarity {rounded(page.similarity)}" if page.similarity is not None else "a text on one side only"]
+    lengths = ["no text" if length is None else f"{length:,}" for length in (page.length_a, page.length_b)]
+    facts.append(f"characters {lengths[0]} / {lengths[1]}")
+    if page.cer_a is not None and page.cer_b is not None:
+        facts.append(f"CER {page.cer_a:.4f} / {page.cer_b:.4f}")
+    if page.status_a or page.status_b:
+        facts.append(f"{visible(page.status_a or '–')} / {visible(page.status_b or '–')}")
+    if page.first_difference is not None:
+        facts.append(f"from character {page.first_difference:,}")
+    return facts
+
+
+def worst_page_errors(page: WorstPage) -> list[str]:
+    """The reasons of a page without text."""
+    errors = (("A", page.error_a), ("B", page.error_b))
+    return [f"{name}: {visible(error)[:90]}" for name, error in errors if error]
+
+
+# ---- parity_html -----------------------------------------------------------------------------------------------------
+# A comparison as one HTML page that needs nothing else.
+
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fbfaf7; --card: #fff; --ink: #1d2430; --soft: #667085; --line: #e3e1da;
@@ -1095,8 +1117,8 @@ def _figures(comparison: Comparison) -> Iterator[str]:
     texts, truth = comparison.texts, comparison.truth
     figures = [
         (f"{100 * texts.identical / texts.pages:.1f} %" if texts.pages else "–", "byte-identical"),
-        (_number(texts.similarity_mean), "mean similarity"),
-        (_number(texts.similarity_worst_decile_mean), "worst decile"),
+        (rounded(texts.similarity_mean), "mean similarity"),
+        (rounded(texts.similarity_worst_decile_mean), "worst decile"),
         (f"{texts.no_text_a:,} / {texts.no_text_b:,}", "text missing only in A / only in B"),
     ]
     if truth:
@@ -1203,15 +1225,11 @@ def _diff_row(row: DiffRow) -> str:
     return f'<div class="row {"changed" if row.changed else "equal"}">{"".join(sides)}</div>'
 
 
-# ---- parity ----------------------------------------------------------------------------------------------------------
-# The script itself.
+# ---- parity_options --------------------------------------------------------------------------------------------------
+# The command line of a comparison: two results, a truth, and what is reported.
 
 
 PROG = "lighton-ocr-parity.py"
-BATCH_ROWS = 500
-PROGRESS_S = 5.0
-
-# --- options ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1365,7 +1383,42 @@ def parse_parity_options(argv: Sequence[str] | None) -> ParityOptions:
     )
 
 
-# --- reading a side ---------------------------------------------------------------------------------------------------
+# ---- splits ----------------------------------------------------------------------------------------------------------
+# The splits of a dataset: which one is read, and the one that save_to_disk wrote.
+
+
+def choose_split(there: Sequence[str], wanted: str | None, where: str = "the input") -> str:
+    """Return the wanted split; or, where none is named, the only one, or `train`."""
+    if wanted is not None:
+        if wanted in there:
+            return wanted
+        raise UsageError(f"no split {wanted!r} in {where}; --split takes one of: {', '.join(there) or '(none found)'}")
+    if len(there) == 1:
+        return there[0]
+    if "train" in there:
+        return "train"
+    raise UsageError(f"which split? Name one of {where} with --split: {', '.join(there) or '(none found)'}")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether save_to_disk wrote this folder: one split, or several."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def open_saved(path: Path, wanted: str | None, where: str = "the input") -> tuple[Any, str]:
+    """Return (the split as a `datasets.Dataset`, its name) out of a folder that save_to_disk wrote."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        split = choose_split(list(saved), wanted, where)
+        return saved[split], split
+    return saved, choose_split([str(saved.split or "train")], wanted, where)
+
+
+# ---- parity_source ---------------------------------------------------------------------------------------------------
+# Reading one of two results: its columns of text, from the Hub or a disk, without its pictures.
+
 
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
@@ -1403,39 +1456,19 @@ def load_side(options: SideOptions, wanted: Sequence[str], folder: Path, report:
     companions = [options.column + suffix for suffix in ("_status", "_error", "_tokens")]
     where = f"{options.name} ({options.source})"
     try:
-        if _is_saved(Path(options.source)):
-            rows, split = _open_saved(options, where)
+        if is_saved(path := Path(options.source).expanduser()):
+            rows, split = open_saved(path, options.split, where)
             columns = _choose_columns(rows.features, options, wanted, companions, where)
             made_by = _made_by(rows.select_columns(["inference_info"]) if "inference_info" in rows.features else None)
             return LoadedSide(options, split, rows.select_columns(columns), made_by)
         return _spool(options, wanted, companions, where, folder, report)
-    except (OSError, ValueError) as error:  # datasets and huggingface_hub raise subclasses of these two
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"can't read {where}: {reason} Check the name, --config and --split") from error
+    except reading_errors() as error:
+        raise UsageError(f"can't read {where}: {_in_words(error)}. Check the name, --config and --split") from error
 
 
-def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _open_saved(options: SideOptions, where: str) -> tuple[Any, str]:
-    from datasets import DatasetDict, load_from_disk
-
-    saved = load_from_disk(options.source)
-    if isinstance(saved, DatasetDict):
-        split = choose_split(list(saved), options.split, where)
-        return saved[split], split
-    return saved, choose_split([str(saved.split or "train")], options.split, where)
-
-
-def choose_split(splits: Sequence[str], asked: str | None, where: str) -> str:
-    """The split that is asked for; else the only one; else train."""
-    if asked in splits:
-        return str(asked)
-    if asked is None and (len(splits) == 1 or "train" in splits):
-        return splits[0] if len(splits) == 1 else "train"
-    what = "no --split given" if asked is None else f"no split {asked!r}"
-    raise UsageError(f"{where}: {what}. Choose --split from: {', '.join(splits)}")
+def reading_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` raises where a source can't be read: it is not there, does not answer, or is damaged."""
+    return (*network_errors(), ValueError)
 
 
 def locate(source: str) -> dict[str, Any]:
@@ -1478,7 +1511,7 @@ def _spool(
     place = {**locate(options.source), "name": options.config, "storage_options": ahead}
     builder = load_dataset_builder(**place)
     streams = builder.as_streaming_dataset()
-    split = choose_split(list(streams), options.split, where)
+    split = choose_split([str(name) for name in streams], options.split, where)
     stream = streams[split]
     features = stream.features
     if features is None:  # JSON and CSV tell their columns only by their first rows
@@ -1495,8 +1528,10 @@ def _spool(
         rows = _write_stream(
             stream, schema, columns, path, made_by, lambda done: report(f"read {done:,} rows of {where}")
         )
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{where} stopped being readable: {error} The same command starts again") from error
+    except reading_errors() as error:
+        raise SourceError(
+            f"{where} stopped being readable: {_in_words(error)}. The same command starts again"
+        ) from error
     if rows == 0:
         raise UsageError(f"{where}: split {split!r} has no rows")
     return LoadedSide(options, split, Dataset.from_file(str(path)), tuple(made_by))
@@ -1522,6 +1557,11 @@ def _write_stream(
             rows += table.num_rows
             progress(rows)
     return rows
+
+
+def _in_words(error: Exception) -> str:
+    first = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+    return first.rstrip(".: ")
 
 
 def _made_by(infos: Any) -> tuple[str, ...]:
@@ -1551,7 +1591,11 @@ def describe_inference(info: object) -> str:
     return " ".join(words)[:160]
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
+# ---- parity_pages ----------------------------------------------------------------------------------------------------
+# The pages that two results have in common: their texts, some at a time, and those furthest apart.
+
+
+BATCH_ROWS = 500
 
 
 def match_sides(a: LoadedSide, b: LoadedSide, id_column: str | None) -> RowMatch:
@@ -1678,6 +1722,34 @@ def describe_side(side: LoadedSide, rows: Sequence[int]) -> ComparedSide:
     )
 
 
+# ---- parity ----------------------------------------------------------------------------------------------------------
+# The script itself.
+
+
+PROGRESS_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, report, and say by the exit code whether a limit was passed."""
+    options = parse_parity_options(argv)
+    try:
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
+        with tempfile.TemporaryDirectory(prefix="lighton-ocr-parity-") as folder:
+            comparison = compare_sides(options, Path(folder), progress_reporter())
+        write_reports(comparison, options)
+    except JobError as error:
+        sys.stderr.write(f"{PROG}: {visible(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    failed = failed_limits(comparison, options)
+    sys.stderr.writelines(f"{PROG}: {line}\n" for line in failed)
+    return 1 if failed else 0
+
+
 def compare_sides(options: ParityOptions, folder: Path, report: Report) -> Comparison:
     """Read both, match, measure, summarise."""
     truths = read_truth_file(options.truth_file) if options.truth_file else None
@@ -1708,9 +1780,6 @@ def compare_sides(options: ParityOptions, folder: Path, report: Report) -> Compa
         truth=truth,
         worst=pages.worst(scores, options.worst),
     )
-
-
-# --- the script -------------------------------------------------------------------------------------------------------
 
 
 def progress_reporter() -> Report:
@@ -1751,27 +1820,6 @@ def failed_limits(comparison: Comparison, options: ParityOptions) -> list[str]:
         if worse > options.fail_cer_diff:
             failed.append(f"B's mean CER is {worse:.4f} above A's, more than {options.fail_cer_diff:g}")
     return failed
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, report, and say by the exit code whether a limit was passed."""
-    options = parse_parity_options(argv)
-    try:
-        import datasets
-
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity_error()
-        with tempfile.TemporaryDirectory(prefix="lighton-ocr-parity-") as folder:
-            comparison = compare_sides(options, Path(folder), progress_reporter())
-        write_reports(comparison, options)
-    except JobError as error:
-        sys.stderr.write(f"{PROG}: {visible(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    failed = failed_limits(comparison, options)
-    sys.stderr.writelines(f"{PROG}: {line}\n" for line in failed)
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

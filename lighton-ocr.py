@@ -45,6 +45,7 @@ the same questions and writes the same blocks.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 #   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
 #   patience: Patience with the network: what fails for a while is tried again, within bounds.
+#   splits: The splits of a dataset: which one is read, and the one that save_to_disk wrote.
 #   stream: Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded
 #       ahead.
 #   source: Rows of a dataset by address, undecoded.
@@ -1399,6 +1400,39 @@ def _in_short(error: Exception) -> str:
     return words.splitlines()[0][:300]
 
 
+# ---- splits ----------------------------------------------------------------------------------------------------------
+# The splits of a dataset: which one is read, and the one that save_to_disk wrote.
+
+
+def choose_split(there: Sequence[str], wanted: str | None, where: str = "the input") -> str:
+    """Return the wanted split; or, where none is named, the only one, or `train`."""
+    if wanted is not None:
+        if wanted in there:
+            return wanted
+        raise UsageError(f"no split {wanted!r} in {where}; --split takes one of: {', '.join(there) or '(none found)'}")
+    if len(there) == 1:
+        return there[0]
+    if "train" in there:
+        return "train"
+    raise UsageError(f"which split? Name one of {where} with --split: {', '.join(there) or '(none found)'}")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether save_to_disk wrote this folder: one split, or several."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def open_saved(path: Path, wanted: str | None, where: str = "the input") -> tuple[Any, str]:
+    """Return (the split as a `datasets.Dataset`, its name) out of a folder that save_to_disk wrote."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        split = choose_split(list(saved), wanted, where)
+        return saved[split], split
+    return saved, choose_split([str(saved.split or "train")], wanted, where)
+
+
 # ---- stream ----------------------------------------------------------------------------------------------------------
 # Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded ahead.
 #
@@ -1706,13 +1740,9 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
 
     name, split, is_local = wanted.name, wanted.split, wanted.is_local
     path = Path(name)
-    if is_local and (path / "dataset_dict.json").exists():
-        splits = datasets.load_from_disk(name)
-        chosen = choose_split(list(splits), split)
-        return MappedRows(splits[chosen]), chosen, False
-    if is_local and (path / "state.json").exists():
-        saved = datasets.load_from_disk(name)
-        return MappedRows(saved), choose_split([str(saved.split or "train")], split), False
+    if is_local and is_saved(path):
+        saved, chosen = open_saved(path, split)
+        return MappedRows(saved), chosen, False
     if is_local and path.is_file():
         if path.suffix.lower() not in {".parquet", ".pq"}:
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
@@ -1735,21 +1765,6 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
         say(f"{name} can't be streamed, for {reason}: downloading it")
     loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
-
-
-def choose_split(there: list[str], wanted: str | None) -> str:
-    """Return the wanted split; or, where none is named, the only one, or `train`."""
-    if wanted is not None:
-        if wanted in there:
-            return wanted
-        raise UsageError(
-            f"no split {wanted!r} in the input; --split takes one of: {', '.join(there) or '(none found)'}"
-        )
-    if len(there) == 1:
-        return there[0]
-    if "train" in there:
-        return "train"
-    raise UsageError(f"which split? Name it with --split: {', '.join(there) or '(none found)'}")
 
 
 @dataclass(frozen=True)

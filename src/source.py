@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .errors import SourceError, UsageError, network_errors
 from .patience import Patience
 from .report import say
+from .splits import choose_split, is_saved, open_saved
 from .stream import open_streamed
 
 if TYPE_CHECKING:
@@ -224,13 +225,9 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
 
     name, split, is_local = wanted.name, wanted.split, wanted.is_local
     path = Path(name)
-    if is_local and (path / "dataset_dict.json").exists():
-        splits = datasets.load_from_disk(name)
-        chosen = choose_split(list(splits), split)
-        return MappedRows(splits[chosen]), chosen, False
-    if is_local and (path / "state.json").exists():
-        saved = datasets.load_from_disk(name)
-        return MappedRows(saved), choose_split([str(saved.split or "train")], split), False
+    if is_local and is_saved(path):
+        saved, chosen = open_saved(path, split)
+        return MappedRows(saved), chosen, False
     if is_local and path.is_file():
         if path.suffix.lower() not in {".parquet", ".pq"}:
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
@@ -253,21 +250,6 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
         say(f"{name} can't be streamed, for {reason}: downloading it")
     loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
-
-
-def choose_split(there: list[str], wanted: str | None) -> str:
-    """Return the wanted split; or, where none is named, the only one, or `train`."""
-    if wanted is not None:
-        if wanted in there:
-            return wanted
-        raise UsageError(
-            f"no split {wanted!r} in the input; --split takes one of: {', '.join(there) or '(none found)'}"
-        )
-    if len(there) == 1:
-        return there[0]
-    if "train" in there:
-        return "train"
-    raise UsageError(f"which split? Name it with --split: {', '.join(there) or '(none found)'}")
 
 
 @dataclass(frozen=True)

@@ -11,35 +11,29 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx2 as httpx
 import jiwer
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict, Features, Image, Value
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from src.compare import (
-    NORMALISATIONS,
-    PageBatch,
-    distance_histogram,
-    first_difference,
-    match_ids,
-    measure,
-    normaliser,
-    paired_bootstrap,
-    side_errors,
-    similarity,
-    worst_decile_mean,
-)
+from src.compare import PageBatch, distance_histogram, match_ids, measure, worst_decile_mean
+from src.diff import diff_rows, difference_excerpts, first_difference
+from src.error_rates import paired_bootstrap, side_errors
 from src.errors import UsageError
-from src.parity import choose_split, describe_inference, locate, main
-from src.parity_report import diff_rows, difference_excerpts, summarise_texts, visible
+from src.findings import summarise_texts
+from src.normalise import NORMALISATIONS, normaliser
+from src.parity import main
+from src.parity_source import describe_inference, locate
+from src.visible import visible
 from tests.hub_server import HubServer, hub_env
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 FEATURES = Features(
     {
@@ -53,7 +47,7 @@ FEATURES = Features(
         "inference_info": Value("string"),
     }
 )
-ROOT = Path(__file__).parents[1]
+SCRIPT = Path(__file__).parents[1] / "lighton-ocr-parity.py"
 INFO = json.dumps([{"model": "an/older-model"}, {"model": "lightonai/LightOnOCR-2-1B", "script": "lighton-ocr.py"}])
 PAGES = [f"# Page {number}\n\nThe quick brown fox {number} jumps over the lazy dog." for number in range(6)]
 
@@ -95,6 +89,11 @@ def compared(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main([*argv, "--json"]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
+
+
+def similarity(text_a: str, text_b: str) -> float:
+    """What is measured of one pair of texts."""
+    return 1 - float(measure([PageBatch([text_a], [text_b])], normaliser([])).distance[0])
 
 
 # --- distances --------------------------------------------------------------------------------------------------------
@@ -315,16 +314,6 @@ def test_a_source_is_a_path_if_there_is_one_and_else_a_hub_id(tmp_path: Path) ->
             locate(wrong)
 
 
-def test_a_split_is_the_one_asked_for_or_the_only_one_or_train() -> None:
-    assert choose_split(["a", "b"], "b", "A") == "b"
-    assert choose_split(["a"], None, "A") == "a"
-    assert choose_split(["test", "train"], None, "A") == "train"
-    with pytest.raises(UsageError, match=r"no --split given\. Choose --split from: a, b"):
-        choose_split(["a", "b"], None, "A")
-    with pytest.raises(UsageError, match="no split 'c'"):
-        choose_split(["a", "b"], "c", "A")
-
-
 def test_inference_info_is_described_by_its_last_entry_and_never_trusted() -> None:
     assert describe_inference(INFO) == "model=lightonai/LightOnOCR-2-1B script=lighton-ocr.py"
     for odd in (None, "", "not json", "[]", "3", "[[1]]", '["x"]'):
@@ -391,9 +380,9 @@ def test_from_the_hub_the_text_is_fetched_and_the_pictures_are_not(tmp_path: Pat
     with HubServer() as hub:
         for name in ("me/a", "me/b"):
             hub.put(name, "data/train-00000.parquet", buffer.getvalue())
-        command = [sys.executable, "-m", "src.parity", "me/a", "me/b@main", "--json"]
+        command = [sys.executable, str(SCRIPT), "me/a", "me/b@main", "--json"]
         run = subprocess.run(
-            command, env=hub_env(hub, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+            command, env=hub_env(hub, tmp_path), capture_output=True, text=True, timeout=120, check=False
         )
         assert run.returncode == 0, run.stderr
         record = json.loads(run.stdout)
@@ -401,15 +390,44 @@ def test_from_the_hub_the_text_is_fetched_and_the_pictures_are_not(tmp_path: Pat
         assert 0 < hub.bytes_served["data/train-00000.parquet"] < len(buffer.getvalue()) / 4
 
         gone = subprocess.run(
-            [*command[:3], "me/a", "me/gone"],
+            [*command[:2], "me/a", "me/gone"],
             env=hub_env(hub, tmp_path),
-            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
         assert (gone.returncode, "can't read B (me/gone)" in gone.stderr) == (2, True)
+
+
+def test_a_network_that_fails_before_the_first_row_is_a_clean_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*args: object, **options: object) -> None:
+        raise httpx.ConnectError("no route to the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
+    assert main(["me/a", "me/b"]) == 2
+    told = capsys.readouterr().err
+    assert "can't read A (me/a): ConnectError: no route to the Hub. Check the name" in told
+
+
+@pytest.mark.parametrize("error", [httpx.ReadError("cut off"), httpx.RemoteProtocolError(""), OSError("cut off.")])
+def test_a_result_that_breaks_off_half_way_is_a_clean_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    whole = IterableDataset.iter
+
+    def broken(stream: IterableDataset, batch_size: int) -> Iterator[Any]:
+        yield next(whole(stream, batch_size))
+        raise error
+
+    home = written(tmp_path, "a", result(PAGES))
+    monkeypatch.setattr(IterableDataset, "iter", broken)
+    assert main([home, home]) == 1
+    reason = f"{type(error).__name__}: {error}".rstrip(".: ")
+    told = f"A ({home}) stopped being readable: {reason}. The same command starts again\n"
+    assert capsys.readouterr() == ("", f"lighton-ocr-parity.py: {told}")
 
 
 def test_rows_matched_by_id_may_stand_in_any_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,7 +489,7 @@ def test_what_does_not_fit_is_refused_with_the_next_step(tmp_path: Path, capsys:
         ([a, a, "--column-b", "text"], "column 'text' is not there. Columns of text: page_id, truth, markdown"),
         ([a, a, "--column-a", "image"], "column 'image' is not text"),
         ([a, a, "--id-column", "page"], "column 'page' is not there"),
-        ([a, a, "--split", "test"], "no split 'test'. Choose --split from: train"),
+        ([a, a, "--split-b", "test"], f"no split 'test' in B ({a}); --split takes one of: train"),
         ([a, a, "--truth", "truth"], "no page has one"),
         ([a, str(tmp_path / "nowhere")], "no such file or folder"),
     ):

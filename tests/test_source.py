@@ -21,12 +21,12 @@ from src.source import (
     Source,
     choose_image_column,
     choose_rows,
-    choose_split,
     embed_pictures,
     local_fingerprint,
     open_source,
     path_inside,
 )
+from src.splits import choose_split
 from src.stream import StreamedRows, open_streamed
 from tests.stub_vllm import tagged_png
 
