@@ -34,27 +34,40 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 # Built from src/saturate.py and the rooms below by tools/build.py: edit those, not this file.
 #
 #   errors: The errors that end a run, and the exit code of each.
-#   result: What became of a page.
 #   blocks: Blocks of rows: their names, how one is written, and what is there already.
+#   confidence: How sure the engine was of a page: from the log probabilities of its tokens.
+#   cells: The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
 #   ink: Whether anything is written on a page.
+#   profiles: Colour profiles, honoured where they change what can be read.
 #   pixels: Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
 #   png: Pixels → a PNG file, in a quarter of the time that Pillow takes at its quickest, and no larger for a scan.
 #   pages: A cell of a dataset → a page ready for the model, or a named refusal.
 #   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
+#   grounding: The text of a page with its layout: LightOnOCR-3's grounding markers read, taken out and put back.
+#   result: What became of a page.
 #   report: What a run tells: progress lines on stderr, the last JSON line on stdout, and the exit code.
 #   startup: What a starting vLLM says of itself: from lines of its log to the phase it is in, and to why a start has
 #       failed.
 #   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
 #   transport: How a page travels to the engine: as a data URL, or to a server of our own as a file in shared memory.
 #   ask: A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
+#   columns: The columns of a block: the input's own as they are, and those of the results beside them.
+#   loops: Does a text end in a loop, as a decoder falls into one.
+#   attempts: Which pages are asked again for a better text, how, and which of the texts is kept.
+#   dollars: Escaped math delimiters repaired: `\$x\$` becomes `$x$`, while prices keep their `\$`.
+#   reading: What becomes of the engine's words once the best answer is chosen: markers read, dollars repaired, frames
+#       joined.
+#   threads: Threads for work that can't be interrupted: one that takes too long is given up, and another thread takes
+#       its place.
+#   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
+#   window_rules: The rules of the window: what is remembered and what is seen make a decision that names its rule.
+#   window: How many pages may be in flight: a window that grows on evidence.
+#   reader: A row → its result: each frame of its picture prepared and asked about, again while the text is not sound.
 #   patience: Patience with the network: what fails for a while is tried again, within bounds.
 #   splits: The splits of a dataset: which one is read, and the one that save_to_disk wrote.
 #   stream: Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded
 #       ahead.
 #   source: Rows of a dataset by address, undecoded.
-#   gauges: What a vLLM server says about itself: the gauges of its /metrics page, read every second.
-#   window_rules: The rules of the window: what is remembered and what is seen make a decision that names its rule.
-#   window: How many pages may be in flight: a window that grows on evidence.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 #   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
@@ -124,10 +137,21 @@ import urllib.request
 import warnings
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeVar, cast
@@ -171,66 +195,6 @@ def network_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
     return (OSError, httpx.HTTPError)
-
-
-# ---- result ----------------------------------------------------------------------------------------------------------
-# What became of a page.
-
-
-SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
-STATUSES = ("ok", "blank", "truncated", "repetition", "error")
-
-
-@dataclass(frozen=True)
-class PageResult:
-    """What became of a page.
-
-    `status` is one of `STATUSES`. `text` is what the engine read: for `blank` it is empty, for `error` it is None and
-    `error` says why. `tokens` is what the engine generated, `prompt_tokens` what it was given. `attempts` counts the
-    requests for this page; `latency_s` is that of the last one.
-    """
-
-    text: str | None
-    status: str
-    error: str | None = None
-    tokens: int | None = None
-    prompt_tokens: int | None = None
-    finish_reason: str | None = None
-    attempts: int = 0
-    latency_s: float = 0.0
-
-
-def result_of_answer(
-    text: str | None,
-    finish_reason: str | None,
-    *,
-    tokens: int | None,
-    prompt_tokens: int | None,
-    attempts: int,
-    latency_s: float,
-) -> PageResult:
-    """Sort an engine's answer by its finish reason; an answer without text is an error, for the page had ink."""
-    status = {"length": "truncated", "repetition": "repetition"}.get(finish_reason or "", "ok")
-    error = None
-    if not (text or "").strip():
-        status, error = "error", f"the engine returned no text (finish_reason {finish_reason!r})"
-    return PageResult(
-        text=None if status == "error" else text,
-        status=status,
-        error=error,
-        tokens=tokens,
-        prompt_tokens=prompt_tokens,
-        finish_reason=finish_reason,
-        attempts=attempts,
-        latency_s=latency_s,
-    )
-
-
-def refused(status: str, reason: str) -> PageResult:
-    """Return the result of a page that never reached the engine: blank, or a picture that can't be read."""
-    return PageResult(
-        text="" if status == "blank" else None, status=status, error=None if status == "blank" else reason
-    )
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -465,119 +429,6 @@ def check_settings_are_ours(where: str, stored: bytes | None, settings: Mapping[
         )
 
 
-def new_columns(output_column: str) -> tuple[str, ...]:
-    """Name the columns that a run adds, but for `inference_info`, which it appends to."""
-    return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
-
-
-def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
-    """Raise `UsageError` where the input has a column that the run would add."""
-    if results_only and ROW_COLUMN in schema.names:
-        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only adds; leave that out")
-    clash = [column for column in new_columns(output_column) if column in schema.names]
-    if clash:
-        raise UsageError(
-            f"the input already has the column {', '.join(map(repr, clash))}; name another one with --output-column"
-        )
-
-
-def output_schema(
-    schema: pa.Schema, output_column: str, settings: Mapping[str, Any], *, without: str | None = None
-) -> pa.Schema:
-    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
-
-    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
-    """
-    import datasets
-    import pyarrow as pa
-
-    text, status, error, tokens = new_columns(output_column)
-    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
-    if without is not None:
-        kept.append(pa.field(ROW_COLUMN, pa.int64()))
-    strings = [pa.field(name, pa.string()) for name in (text, status, error)]
-    added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
-    features = datasets.Features.from_arrow_schema(schema)
-    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
-    for column in [*kept, *added]:
-        if column.name in features:
-            continue
-        features[column.name] = datasets.Value(str(column.type))
-    metadata = {
-        **(schema.metadata or {}),
-        **features.arrow_schema.metadata,
-        SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
-    }
-    return pa.schema([*kept, *added], metadata=metadata)
-
-
-def block_table(
-    rows: pa.Table,
-    results: Sequence[PageResult],
-    schema: pa.Schema,
-    output_column: str,
-    info: Mapping[str, Any],
-    *,
-    addresses: Sequence[int] = (),
-    kept_info: Sequence[str | None] = (),
-) -> pa.Table:
-    """Join rows and results, one each in the same order, to the table of a block.
-
-    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
-    `inference_info` of the rows whose results an earlier run left; None for those of this run.
-    """
-    import pyarrow as pa
-
-    if len(results) != rows.num_rows:
-        raise ValueError(f"{rows.num_rows} rows, but {len(results)} results")
-    earlier = rows[INFO_COLUMN].to_pylist() if INFO_COLUMN in rows.schema.names else [None] * rows.num_rows
-    values: dict[str, Any] = dict(
-        zip(
-            new_columns(output_column),
-            (
-                [None if result.text is None else storable(result.text) for result in results],
-                [result.status for result in results],
-                [None if result.error is None else storable(result.error) for result in results],
-                [result.tokens for result in results],
-            ),
-            strict=True,
-        )
-    )
-    values[INFO_COLUMN] = [
-        kept or appended_info(before, info)
-        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
-    ]
-    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:  # the input may have one of its own
-        values[ROW_COLUMN] = [int(address) for address in addresses]
-    columns = [
-        pa.chunked_array([pa.array(values[column.name], type=column.type)])
-        if column.name in values
-        else rows[column.name]
-        for column in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-@dataclass(frozen=True)
-class KeptRow:
-    """What an earlier run left of a row: its result and its `inference_info`."""
-
-    result: PageResult
-    info: str | None
-
-
-def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow | None]:
-    """Return what a closed block holds of each row; None for the rows that failed."""
-    text, status, error, tokens = new_columns(output_column)
-    table = blocks.read(number, [text, status, error, tokens, INFO_COLUMN])
-    return [
-        KeptRow(PageResult(row[text], row[status], error=row[error], tokens=row[tokens]), row[INFO_COLUMN])
-        if row[status] in SOUND
-        else None
-        for row in table.to_pylist()
-    ]
-
-
 def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
     """Count the statuses of all rows in some closed blocks."""
     counts: Counter[str] = Counter()
@@ -588,24 +439,103 @@ def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -
 
 def statuses_of(blocks: Blocks, numbers: Iterable[int], output_column: str) -> dict[int, Counter[str]]:
     """Count the statuses in each of some closed blocks."""
-    column = new_columns(output_column)[1]
+    column = f"{output_column}_status"
     wanted = list(numbers)
     with ThreadPoolExecutor(COUNT_THREADS) as pool:
         return dict(zip(wanted, pool.map(lambda number: blocks.count(number, column), wanted), strict=True))
 
 
-def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
-    """Append this run's entry to a row's `inference_info`, a JSON list; what was no list is kept as its first entry."""
+# ---- confidence ------------------------------------------------------------------------------------------------------
+# How sure the engine was of a page: from the log probabilities of its tokens.
+
+
+WINDOW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Token probabilities of a page, 0 to 1: their mean, and the mean of the least sure window of neighbours.
+
+    `lowest_at` is the index of that window's first token. A page may read well on the whole and have one bad line: the
+    mean hides it, the window shows it. (On a page of few windows, `lowest` may lie above `mean`: the tokens at the ends
+    stand in fewer windows.)
+    """
+
+    mean: float
+    lowest: float
+    lowest_at: int
+
+
+def page_confidence(logprobs: Sequence[float | None], window: int = WINDOW_TOKENS) -> Confidence | None:
+    """Return the confidence of a page whose tokens have these log probabilities; None where there is none.
+
+    Fewer tokens than `window` are one window. What is no log probability is read cautiously: None and NaN count as
+    probability 0, like vLLM's -9999 and -inf; a rounding error above 0 counts as 1.
+    """
+    if window < 1:
+        raise ValueError(f"a window has at least one token, not {window}")
+    chances = [_probability(logprob) for logprob in logprobs]
+    if not chances:
+        return None
+    width = min(window, len(chances))
+    sums = list(accumulate(chances, initial=0.0))
+    means = [(sums[at + width] - sums[at]) / width for at in range(len(chances) - width + 1)]
+    lowest_at = min(range(len(means)), key=means.__getitem__)
+    mean = math.fsum(chances) / len(chances)
+    lowest = math.fsum(chances[lowest_at : lowest_at + width]) / width
+    return Confidence(mean=mean, lowest=lowest, lowest_at=lowest_at)
+
+
+def _probability(logprob: float | None) -> float:
+    if logprob is None or math.isnan(logprob):
+        return 0.0
+    return math.exp(min(logprob, 0.0))
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+# The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
+
+
+class UnfitCellError(Exception):
+    """The cell can't become a page; the message is the reason."""
+
+
+def cell_bytes(cell: object, root: Path | None) -> bytes:
+    """Return the file in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
+
+    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
+    """
+    path: object = None
+    if isinstance(cell, dict):
+        fields = cast("dict[str, object]", cell)
+        cell, path = fields.get("bytes"), fields.get("path")
+    if cell is None and path is None:
+        raise UnfitCellError("no picture in this row")
+    if cell is None:
+        return _file_bytes(path, root)
+    if not isinstance(cell, bytes | bytearray | memoryview):
+        raise UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
+    if len(cell) == 0:
+        raise UnfitCellError("the picture has 0 bytes")
+    return bytes(cell)
+
+
+def _file_bytes(path: object, root: Path | None) -> bytes:
+    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
+    if not isinstance(path, str):
+        raise UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
+    if root is None:
+        raise UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
     try:
-        entries = json.loads(before) if before else []
-    except ValueError:
-        entries = [before]
-    return json.dumps([*(entries if isinstance(entries, list) else [entries]), dict(info)])
-
-
-def storable(text: str) -> str:
-    """Return text that UTF-8 can hold: halves of a surrogate pair joined, a half without its other one made U+FFFD."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        inside = root.resolve(strict=True)
+        real = (inside / path).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
+        raise UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
+    if not real.is_relative_to(inside):
+        raise UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
+    if not real.is_file():
+        raise UnfitCellError(f"the picture's path is no regular file: {path!r}")
+    return real.read_bytes()
 
 
 # ---- ink -------------------------------------------------------------------------------------------------------------
@@ -652,12 +582,68 @@ def _noise_sigma(contrast: list[int]) -> float:
     return 0.0
 
 
+# ---- profiles --------------------------------------------------------------------------------------------------------
+# Colour profiles, honoured where they change what can be read.
+#
+# Nearly every profile is sRGB or a shade of it, which no reader minds; the models were trained on pages whose profiles
+# nobody looked at, and a JPEG with such a one still travels as it is. But gray that is stored linearly, inverted, or
+# with its channels exchanged is another page: where a profile moves the lightness of any colour by more than
+# `MOST_SHIFT`, it is applied. One that is broken, or of another kind of colour than the pixels, is none.
+
+
+MOST_SHIFT = 40  # gray levels; gamma 1.8 taken for 2.2 is 20, Adobe RGB taken for sRGB less, linear light over 70
+KINDS = {"L": "GRAY", "RGB": "RGB ", "CMYK": "CMYK"}  # mode → what an ICC profile calls it
+STEPS = {"L": 52, "RGB": 6, "CMYK": 4}  # how many values of each channel are tried
+
+
+def profiled(image: Image.Image, profile: object) -> Image.Image:
+    """Return the picture ("L", "RGB" or "CMYK") as its profile means it: the same object where that is no matter."""
+    if not isinstance(profile, bytes) or image.mode not in KINDS:
+        return image
+    meaning = _meaning(profile, image.mode)
+    return meaning(image) if meaning else image
+
+
+@functools.lru_cache(maxsize=16)
+def _meaning(profile: bytes, mode: str) -> Callable[[Image.Image], Image.Image] | None:
+    """Return what turns pixels of this profile into "L" or "RGB", or None where it would be no matter."""
+    from PIL import Image, ImageCms
+
+    def apply(image: Image.Image) -> Image.Image:
+        converted = ImageCms.applyTransform(image, transform)
+        assert converted is not None  # only inPlace gives None
+        return converted.convert("L") if mode == "L" else converted
+
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if opened.profile.xcolor_space != KINDS[mode]:
+            return None
+        transform = ImageCms.buildTransform(
+            opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=ImageCms.Flags.NOCACHE
+        )
+        # All colours of a lattice, a pixel each.
+        values = [round(step * 255 / (STEPS[mode] - 1)) for step in range(STEPS[mode])]
+        colours = list(itertools.product(values, repeat=len(mode)))
+        probe = Image.frombytes(mode, (len(colours), 1), bytes(itertools.chain.from_iterable(colours)))
+        before, after = probe.convert("RGB").convert("L"), apply(probe).convert("L")
+    except Exception:  # noqa: BLE001  a broken profile must not cost the page
+        return None
+    shift = max(abs(a - b) for a, b in zip(before.tobytes(), after.tobytes(), strict=True))
+    return apply if shift > MOST_SHIFT else None
+
+
 # ---- pixels ----------------------------------------------------------------------------------------------------------
 # Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
 
 
-def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
-    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
+def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool, colour_profile: object = None) -> Image.Image:
+    """The same picture in 8 bits, "L" or "RGB", as its colour profile means it."""
+    image = profiled(_in_8_bits(image, white_is_zero, ink_as_it_is), colour_profile)
+    return image if image.mode in {"L", "RGB"} else image.convert("RGB")
+
+
+def _in_8_bits(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
+    """The same picture in 8 bits, "L", "RGB" or "CMYK"."""
     from PIL import ImageChops
 
     mode = image.mode
@@ -671,8 +657,8 @@ def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Imag
         return image.convert("L")
     if mode == "LAB":
         return _lab_to_rgb(image)
-    if mode == "CMYK" and ink_as_it_is:
-        image = ImageChops.invert(image)
+    if mode == "CMYK":
+        return ImageChops.invert(image) if ink_as_it_is else image
     return image.convert("RGB")
 
 
@@ -771,22 +757,30 @@ def _png_chunk(kind: bytes, data: bytes) -> bytes:
 #
 # `make_page` is the whole of it: pure, the same in every script, called from many threads at once, and it never raises.
 # In order: the bytes (a path only inside the dataset's own folder), the header (known raster formats, sides, pixels),
-# the pixels (whole files only, the first frame), upright, flat (8 bits, "L" or "RGB", transparency over white), fitted,
-# and not blank. Gray stays gray: the server makes RGB of it with the same pixels, and here it is a third of the work.
+# the pixels (whole files only, one frame), upright, flat (8 bits, "L" or "RGB", transparency over white, its colour
+# profile), fitted, and not blank. Gray stays gray: the server makes RGB of it with the same pixels, and here it is a
+# third of the work.
 
 
 # Raster formats only: nothing here runs a program (EPS), draws (WMF) or fetches. MPO, a camera's JPEG, comes with JPEG.
 PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM")
 SMALLEST_SIDE_PX = 28  # one image token
 LARGEST_ASPECT = 200
+MANY_FRAMES = frozenset({"TIFF", "GIF", "WEBP", "PNG", "AVIF"})  # not MPO: its other frames are the same photo
+MOST_FRAMES = 1_000  # asked about; each costs a request, and a GIF's frame n costs n decodings
 
 
 @dataclass(frozen=True)
 class PageLimits:
-    """What a page may be: the longest edge the model was trained on, and how many pixels are decoded at all."""
+    """What a page may be: the longest edge the model was trained on, and how many pixels are decoded at all.
+
+    `allow_truncated`: a file that breaks off is read as far as it goes. `skip_blank`: a page without ink is no page.
+    """
 
     longest_edge_px: int
     max_pixels: int = 178_956_970  # vLLM's own limit (VLLM_MAX_IMAGE_PIXELS), twice Pillow's default
+    allow_truncated: bool = False
+    skip_blank: bool = True
 
 
 @dataclass(frozen=True)
@@ -795,6 +789,8 @@ class Page:
 
     image: Image.Image  # mode "L" or "RGB", upright, longest side ≤ the limit, never upscaled
     original: bytes | None  # the JPEG file itself, where it needs no change: decoding it gives `image`
+    frames: int = 1  # in the picture
+    has_ink: bool = True
 
 
 @dataclass(frozen=True)
@@ -803,22 +799,23 @@ class Refusal:
 
     status: str  # "error" or "blank"
     reason: str
+    frames: int = 1
 
 
-class _UnfitCellError(Exception):
-    """The cell can't become a page; the message is the reason."""
-
-
-def make_page(cell: object, limits: PageLimits, root: Path | None = None) -> Page | Refusal:
-    """Make a page of a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
+def make_page(cell: object, limits: PageLimits, root: Path | None = None, frame: int = 0) -> Page | Refusal:
+    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
 
     A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
     """
     try:
-        data = _cell_bytes(cell, root)
-        page = _prepare_page(data, limits)
-        return Refusal("blank", "no ink on the page") if is_blank(page.image) else page
-    except _UnfitCellError as error:
+        data = cell_bytes(cell, root)
+        page = _prepare_page(data, limits, frame)
+        if not is_blank(page.image):
+            return page
+        return (
+            Refusal("blank", "no ink on the page", page.frames) if limits.skip_blank else replace(page, has_ink=False)
+        )
+    except UnfitCellError as error:
         return Refusal("error", str(error))
     except MemoryError:
         return Refusal("error", "not enough memory to decode the picture")
@@ -839,51 +836,22 @@ def target_size(size: tuple[int, int], longest_edge_px: int) -> tuple[int, int]:
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-# --- the bytes -------------------------------------------------------------------------------------------------------
-
-
-def _cell_bytes(cell: object, root: Path | None) -> bytes:
-    path: object = None
-    if isinstance(cell, dict):
-        fields = cast("dict[str, object]", cell)
-        cell, path = fields.get("bytes"), fields.get("path")
-    if cell is None and path is None:
-        raise _UnfitCellError("no picture in this row")
-    if cell is None:
-        return _file_bytes(path, root)
-    if not isinstance(cell, bytes | bytearray | memoryview):
-        raise _UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
-    if len(cell) == 0:
-        raise _UnfitCellError("the picture has 0 bytes")
-    return bytes(cell)
-
-
-def _file_bytes(path: object, root: Path | None) -> bytes:
-    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
-    if not isinstance(path, str):
-        raise _UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
-    if root is None:
-        raise _UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
-    try:
-        inside = root.resolve(strict=True)
-        real = (inside / path).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
-        raise _UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
-    if not real.is_relative_to(inside):
-        raise _UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
-    if not real.is_file():
-        raise _UnfitCellError(f"the picture's path is no regular file: {path!r}")
-    return real.read_bytes()
-
-
 # --- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _prepare_page(data: bytes, limits: PageLimits) -> Page:
-    from PIL import Image
+def _prepare_page(data: bytes, limits: PageLimits, frame: int) -> Page:
+    from PIL import Image, ImageFile
 
     opened = _open_picture(data)
     _check_size(opened.size, limits)
+    frames = _count_frames(data) if opened.format in MANY_FRAMES else 1
+    if frame:
+        opened.seek(frame)
+        _check_size(opened.size, limits)
+    # Pillow has this switch alone; all pages of a run set it to the same.
+    ImageFile.LOAD_TRUNCATED_IMAGES = limits.allow_truncated
+    # Not `draft`, JPEG decoded at a reduced scale: it costs a third, but on real scans it moves pixels by 1.2 gray
+    # levels (RMS, at most 27) where the scale is twice the target's, by 7 (59) below; another filter, by 0.6 and 2.8.
     opened.load()  # a truncated file raises here
     orientation = _orientation(opened)
     upright = opened if orientation == 1 else opened.transpose(Image.Transpose(_TURNS[orientation]))
@@ -893,16 +861,26 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
         white_is_zero=getattr(opened, "tag_v2", {}).get(262) == 0,
         # Only Adobe stores ink inverted; Pillow takes it for granted.
         ink_as_it_is=opened.format == "JPEG" and "adobe" not in opened.info,
+        colour_profile=opened.info.get("icc_profile"),
     )
     size = target_size(image.size, limits.longest_edge_px)
     # Metadata can make a small picture a large file, then its pixels are the cheaper way.
     is_small_enough = len(data) <= size[0] * size[1] * len(image.getbands())
-    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough:
+    is_whole = not limits.allow_truncated  # a server would refuse a file that breaks off
+    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough and is_whole:
         return Page(_bare(image), data)
     image = gray_if_it_is(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    return Page(_bare(image), None)
+    return Page(_bare(image), None, frames)
+
+
+def _count_frames(data: bytes) -> int:
+    """Count the frames of a picture, without decoding them; one where the file is too broken to say."""
+    try:
+        return max(1, int(getattr(_open_picture(data), "n_frames", 1)))
+    except Exception:  # noqa: BLE001  the first frame may be whole all the same
+        return 1
 
 
 def _bare(image: Image.Image) -> Image.Image:
@@ -924,7 +902,7 @@ def _open_picture(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=PAGE_FORMATS)
     except UnidentifiedImageError:
-        raise _UnfitCellError(_unknown_format(data)) from None
+        raise UnfitCellError(_unknown_format(data)) from None
 
 
 def _unknown_format(data: bytes) -> str:
@@ -940,13 +918,13 @@ def _unknown_format(data: bytes) -> str:
 def _check_size(size: tuple[int, int], limits: PageLimits) -> None:
     width, height = size
     if width * height > limits.max_pixels:
-        raise _UnfitCellError(
+        raise UnfitCellError(
             f"{width}x{height} is {width * height:,} pixels, more than the limit of {limits.max_pixels:,}"
         )
     if min(size) < SMALLEST_SIDE_PX:
-        raise _UnfitCellError(f"{width}x{height} is too small: a side has under {SMALLEST_SIDE_PX} px")
+        raise UnfitCellError(f"{width}x{height} is too small: a side has under {SMALLEST_SIDE_PX} px")
     if max(size) > LARGEST_ASPECT * min(size):
-        raise _UnfitCellError(f"{width}x{height} is no page: one side is over {LARGEST_ASPECT} times the other")
+        raise UnfitCellError(f"{width}x{height} is no page: one side is over {LARGEST_ASPECT} times the other")
 
 
 # EXIF orientation → Image.Transpose: 2 FLIP_LEFT_RIGHT, 3 ROTATE_180, 4 FLIP_TOP_BOTTOM, 5 TRANSPOSE, 6 ROTATE_270,
@@ -993,10 +971,28 @@ class Question:
     chat_template_kwargs: Mapping[str, Any]
 
 
-def page_seed(seed: int, row: int) -> int:
-    """Derive the sampling seed (31 bits) of the page in `row` of the split from the run's seed."""
-    digest = hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=4).digest()
+@dataclass(frozen=True)
+class Attempt:
+    """How a page is asked this time; `max_tokens` None: the server gives what is left of the context."""
+
+    temperature: float
+    seed: int
+    max_tokens: int | None
+
+
+def page_seed(seed: int, row: int, frame: int = 0, attempt: int = 0) -> int:
+    """Derive the sampling seed (31 bits) of a page from the run's seed.
+
+    `row` is the page's place in the split, `frame` its place in a picture of several; attempt 0 is its own question.
+    """
+    place = f"{seed}:{row}" + f"/{frame}" * bool(frame) + f":{attempt}" * bool(attempt)
+    digest = hashlib.blake2b(place.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def first_attempt(question: Question, row: int, frame: int = 0) -> Attempt:
+    """Return the page's own question: the sampling of the run, and the page's seed."""
+    return Attempt(question.temperature, page_seed(question.seed, row, frame), question.max_tokens)
 
 
 def page_messages(question: Question, image_part: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -1007,16 +1003,198 @@ def page_messages(question: Question, image_part: Mapping[str, Any]) -> list[dic
     return [{"role": "user", "content": content}]
 
 
-def page_sampling(question: Question, row: int) -> dict[str, Any]:
-    """Return the sampling of the page in `row`, by the names that vLLM's server and `SamplingParams` share."""
-    sampling: dict[str, Any] = {
-        "temperature": question.temperature,
-        "top_p": question.top_p,
-        "seed": page_seed(question.seed, row),
-    }
-    if question.max_tokens is not None:
-        sampling["max_tokens"] = question.max_tokens
+def page_sampling(question: Question, row: int, attempt: Attempt | None = None) -> dict[str, Any]:
+    """Return the sampling of the page in `row`, by the names that vLLM's server and `SamplingParams` share.
+
+    `attempt` says how it is asked where that is not the page's own question.
+    """
+    asked = attempt or first_attempt(question, row)
+    sampling: dict[str, Any] = {"temperature": asked.temperature, "top_p": question.top_p, "seed": asked.seed}
+    if asked.max_tokens is not None:
+        sampling["max_tokens"] = asked.max_tokens
     return sampling
+
+
+# ---- grounding -------------------------------------------------------------------------------------------------------
+# The text of a page with its layout: LightOnOCR-3's grounding markers read, taken out and put back.
+#
+# Before every layout block stands a marker `![label](x1,y1,x2,y2)`: four whole numbers from 0 to 1000 whatever the size
+# of the image; the block's text runs to the next marker. `text+` continues the block before it (grammar: FACTS §1).
+#
+# What looks like a marker and is none (an unknown label, another count of numbers, one beyond 1000, a box inside out,
+# cut off at the end of the text) stays in the text and is counted. An ordinary picture, `![alt](figure.png)`, is text.
+
+
+CONTINUATION = "text+"
+RUNNING_LABELS = frozenset({"title", "section", "text", "list", "caption", "footnote", "aside_text"})
+GROUNDING_LABELS = RUNNING_LABELS | {"header", "footer", "page_number", "table", "chart", "formula", "code", "image"}
+
+# In the parentheses nothing but numbers: no address of a picture looks like that. A cut-off text may lack the last one.
+MARKER_LIKE = re.compile(r"!\[([^\[\]\n]*)\]\((?=[^()\n]*[0-9])([-+0-9.,; \t]*)(\)|\Z)")
+FOUR_NUMBERS = re.compile(r"([0-9]{1,4}),[ \t]*([0-9]{1,4}),[ \t]*([0-9]{1,4}),[ \t]*([0-9]{1,4})")
+
+Box = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of the page: its label, its box (x1, y1, x2, y2 in thousandths of the page), its text.
+
+    In normal form, which `parse_grounding` gives, the label is one of `GROUNDING_LABELS`, the box lies within the page
+    and is not inside out, and the text has no white space at its ends and no marker in it.
+    """
+
+    label: str
+    bbox: Box
+    text: str
+
+
+@dataclass(frozen=True)
+class Grounded:
+    """A page in blocks; `before` is text in front of the first marker, `malformed` counts what was nearly a marker."""
+
+    blocks: tuple[Block, ...]
+    malformed: int = 0
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class _Marker:
+    label: str
+    bbox: Box
+    start: int
+    end: int
+
+
+def parse_grounding(text: str) -> Grounded:
+    """Read the markers of a page. No text is lost, and none is invented."""
+    markers: list[_Marker] = []
+    malformed = 0
+    for match in MARKER_LIKE.finditer(text):
+        marker = _read_marker(match)
+        if marker:
+            markers.append(marker)
+        else:
+            malformed += 1
+    blocks: list[Block] = []
+    starts = [*(marker.start for marker in markers), len(text)]
+    for marker, end in zip(markers, starts[1:], strict=True):
+        _add(blocks, Block(marker.label, marker.bbox, text[marker.end : end].strip()))
+    return Grounded(tuple(blocks), malformed, text[: starts[0]].strip())
+
+
+def _read_marker(match: re.Match[str]) -> _Marker | None:
+    numbers = FOUR_NUMBERS.fullmatch(match[2].strip(" \t"))
+    if match[1] not in GROUNDING_LABELS | {CONTINUATION} or not numbers or not match[3]:
+        return None
+    x1, y1, x2, y2 = (int(number) for number in numbers.groups())
+    if not (x1 <= x2 <= 1000 and y1 <= y2 <= 1000):
+        return None
+    return _Marker(match[1], (x1, y1, x2, y2), match.start(), match.end())
+
+
+def _add(blocks: list[Block], block: Block) -> None:
+    """Append a block, or join it to the last one if it continues that.
+
+    The box of both is the one around both. Only running text is continued: a `text+` on top of the page, or after a
+    footer or a picture, is a block of its own, so that to drop footers drops no text.
+    """
+    if block.label != CONTINUATION:
+        blocks.append(block)
+    elif blocks and blocks[-1].label in RUNNING_LABELS:
+        last = blocks[-1]
+        joined = "\n".join(part for part in (last.text, block.text) if part)
+        blocks[-1] = Block(last.label, _around(last.bbox, block.bbox), joined)
+    else:
+        blocks.append(Block("text", block.bbox, block.text))
+
+
+def _around(a: Box, b: Box) -> Box:
+    return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
+
+
+def render_grounding(blocks: Iterable[Block], before: str = "") -> str:
+    """Write blocks with their markers: `parse_grounding` reads the same blocks again, if they are in normal form."""
+    parts = [before] if before else []
+    for block in blocks:
+        marker = f"![{block.label}]({','.join(map(str, block.bbox))})"
+        parts.append(f"{marker}\n{block.text}" if block.text else marker)
+    return "\n\n".join(parts)
+
+
+def plain_text(page: Grounded, drop_labels: Collection[str] = ()) -> str:
+    """Return the text without markers, blocks apart by an empty line; whole blocks of `drop_labels` left out."""
+    kept = [block.text for block in page.blocks if block.label not in drop_labels]
+    return "\n\n".join(part for part in (page.before, *kept) if part)
+
+
+# ---- result ----------------------------------------------------------------------------------------------------------
+# What became of a page.
+
+
+SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
+STATUSES = ("ok", "blank", "truncated", "repetition", "error")
+
+
+@dataclass(frozen=True)
+class PageResult:
+    """What became of a page.
+
+    `status` is one of `STATUSES`. `text` is what the engine read: for `blank` it is empty, for `error` it is None and
+    `error` says why. `tokens` is what the engine generated, `prompt_tokens` what it was given. `attempts` counts the
+    requests for this page; `latency_s` is that of the last one.
+
+    `raw`, `blocks` and `confidence` are there where they were asked for; `malformed` counts grounding markers that were
+    none.
+    """
+
+    text: str | None
+    status: str
+    error: str | None = None
+    tokens: int | None = None
+    prompt_tokens: int | None = None
+    finish_reason: str | None = None
+    attempts: int = 0
+    latency_s: float = 0.0
+    raw: str | None = None
+    blocks: tuple[Block, ...] | None = None
+    malformed: int = 0
+    confidence: Confidence | None = None
+
+
+def result_of_answer(
+    text: str | None,
+    finish_reason: str | None,
+    *,
+    tokens: int | None,
+    prompt_tokens: int | None,
+    attempts: int,
+    latency_s: float,
+    confidence: Confidence | None = None,
+) -> PageResult:
+    """Sort an engine's answer by its finish reason; an answer without text is an error, for the page had ink."""
+    status = {"length": "truncated", "repetition": "repetition"}.get(finish_reason or "", "ok")
+    error = None
+    if not (text or "").strip():
+        status, error = "error", f"the engine returned no text (finish_reason {finish_reason!r})"
+    return PageResult(
+        text=None if status == "error" else text,
+        status=status,
+        error=error,
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        finish_reason=finish_reason,
+        attempts=attempts,
+        latency_s=latency_s,
+        confidence=confidence,
+    )
+
+
+def refused(status: str, reason: str) -> PageResult:
+    """Return the result of a page that never reached the engine: blank, or a picture that can't be read."""
+    return PageResult(
+        text="" if status == "blank" else None, status=status, error=None if status == "blank" else reason
+    )
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -1044,6 +1222,9 @@ class Tally:
     requests: int = 0
     retries: int = 0
     restarts: int = 0
+    asked_again: int = 0  # requests made because a text was cut off or looped
+    malformed_markers: int = 0
+    unread_frames: int = 0
     verbose: bool = False
     dollars_per_hour: float | None = None
     bounded_by: str = ""
@@ -1066,6 +1247,13 @@ class Tally:
         self.requests += result.attempts
         self.prompt_tokens += result.prompt_tokens or 0
         self.tokens += result.tokens or 0
+        self.malformed_markers += result.malformed
+
+    def frames_left_out(self, row: int, count: int) -> None:
+        """Count the frames beside the first that nobody asks about, and say so once."""
+        if not self.unread_frames:
+            say(f"the picture in row {row} has {count} frames, and the first is read; --frames all reads them all")
+        self.unread_frames += count - 1
 
     def retry(self, reason: str) -> None:
         """Count a request that will be made again."""
@@ -1094,6 +1282,15 @@ class Tally:
     def eta_s(self) -> float | None:
         """Return the seconds left at the mean speed so far; None before the first page."""
         return (self.rows - self.rows_before - self.done) / self.pages_per_s() if self.done else None
+
+    def remarks(self) -> str:
+        """Say what else happened that may need a look, each with a comma before it."""
+        counts = {
+            "requests for a better text": self.asked_again,
+            "malformed markers kept as text": self.malformed_markers,
+            "frames not read (--frames all)": self.unread_frames,
+        }
+        return "".join(f", {count} {what}" for what, count in counts.items() if count)
 
     def line(self) -> str:
         """Say where the run stands, in one plain line."""
@@ -1202,6 +1399,9 @@ class Outcome:
                 "requests": tally.requests,
                 "retries": tally.retries,
                 "restarts": tally.restarts,
+                "asked_again": tally.asked_again,
+                "malformed_markers": tally.malformed_markers,
+                "unread_frames": tally.unread_frames,
                 "prompt_tokens": tally.prompt_tokens,
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),
@@ -1786,14 +1986,27 @@ class Body:
         return b"".join(reversed(self._pieces))
 
 
-def request_body(page: Page, row: int, question: Question, model: str, transport: Transport = IN_REQUEST) -> Body:
-    """Return the JSON body of the chat completion that asks `question` about `page`."""
+def request_body(
+    page: Page,
+    row: int,
+    question: Question,
+    model: str,
+    transport: Transport = IN_REQUEST,
+    attempt: Attempt | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Body:
+    """Return the JSON body of the chat completion that asks `question` about `page`.
+
+    `attempt` says how it is asked where that is not the page's own question; `more` are fields of the request that this
+    server knows.
+    """
     address = transport.address(page)
     image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
     request: dict[str, Any] = {
         "model": model,
         "messages": page_messages(question, image),
-        **page_sampling(question, row),
+        **page_sampling(question, row, attempt),
+        **(more or {}),
     }
     if question.chat_template_kwargs:
         request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
@@ -1814,7 +2027,9 @@ class Asker:
         on_retry: Callable[[Failure], None],
         guard: Guard,
         transport: Transport = IN_REQUEST,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
+        self._more = more
         self._transport = transport
         self.watch = guard.watch
         self._guard = guard
@@ -1826,9 +2041,9 @@ class Asker:
         self._last_answer = float("-inf")
         self._refusals_before_any_answer = 0
 
-    def encode(self, page: Page, row: int) -> Body:
+    def encode(self, page: Page, row: int, attempt: Attempt | None = None) -> Body:
         """Make the request for a page: work for a thread."""
-        return request_body(page, row, self._question, self._model, self._transport)
+        return request_body(page, row, self._question, self._model, self._transport, attempt, self._more)
 
     async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
         """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
@@ -1937,7 +2152,14 @@ def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
         prompt_tokens=usage.prompt_tokens if usage else None,
         attempts=attempts,
         latency_s=latency_s,
+        confidence=_confidence_in(choice),
     )
+
+
+def _confidence_in(choice: Any) -> Confidence | None:
+    """Read the log probabilities, where the server was asked for them and gives them."""
+    content = getattr(getattr(choice, "logprobs", None), "content", None)
+    return page_confidence([token.logprob for token in content]) if content else None
 
 
 def sort_error(error: Exception) -> Failure:
@@ -1998,643 +2220,849 @@ def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
     return min(left_s, wished_s + random.uniform(0, ceiling))  # noqa: S311 - jitter, not a secret
 
 
-# ---- patience --------------------------------------------------------------------------------------------------------
-# Patience with the network: what fails for a while is tried again, within bounds.
+# ---- columns ---------------------------------------------------------------------------------------------------------
+# The columns of a block: the input's own as they are, and those of the results beside them.
 #
-# The Hub refuses for many reasons that pass: quotas, races of several writers, its own troubles. How long it wants to
-# be left alone it says itself.
-
-
-ValueT = TypeVar("ValueT")
-PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
-FIRST_NETWORK_PAUSE_S = 1.0
-
-
-class Patience:
-    """For how long something is tried again. `hurry` shortens it, from any thread: the run has to end."""
-
-    def __init__(self, retry_for_s: float, longest_pause_s: float = 60.0) -> None:
-        self._retry_for_s = retry_for_s
-        self._longest_pause_s = longest_pause_s
-        self._hurried = threading.Event()
-        self._last_moment = math.inf
-
-    @property
-    def is_hurried(self) -> bool:
-        """Whether the run has to end soon."""
-        return self._hurried.is_set()
-
-    def hurry(self, within_s: float) -> None:
-        """Try nothing again after so many seconds, and end the pause of now."""
-        self._last_moment = min(self._last_moment, time.monotonic() + within_s)
-        self._hurried.set()
-
-    def call(self, action: Callable[[], ValueT], what: str) -> ValueT:
-        """Do something that may fail for a while; raise its last error where it fails for good."""
-        give_up_at = time.monotonic() + self._retry_for_s
-        pause_s = FIRST_NETWORK_PAUSE_S
-        while True:
-            try:
-                return action()
-            except network_errors() as error:
-                wait_s = max(wished_pause_s(error), pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-                if is_permanent(error) or time.monotonic() >= min(give_up_at, self._last_moment):
-                    raise
-                say(f"{what} fails for now ({_in_short(error)}); trying again in {wait_s:.0f} s")
-                if self.is_hurried:
-                    time.sleep(min(wait_s, FIRST_NETWORK_PAUSE_S))
-                else:
-                    self._hurried.wait(wait_s)
-                pause_s = min(self._longest_pause_s, 2 * pause_s)
-
-
-def is_permanent(error: Exception) -> bool:
-    """Whether trying again can't help: the Hub said no, or a file is not there."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is None:
-        return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
-    return bool(status < 500 and status not in PASSING)
-
-
-def wished_pause_s(error: Exception) -> float:
-    """Return the seconds after which the Hub wants to be asked again; 0 where it does not say."""
-    headers: Any = getattr(getattr(error, "response", None), "headers", None)
-    if headers is None:
-        return 0.0
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(headers.get("retry-after") or ""))
-    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
-
-    limit = parse_ratelimit_headers(headers)
-    return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0
-
-
-def _in_short(error: Exception) -> str:
-    words = f"{type(error).__name__}: {error}".strip()
-    return words.splitlines()[0][:300]
-
-
-# ---- splits ----------------------------------------------------------------------------------------------------------
-# The splits of a dataset: which one is read, and the one that save_to_disk wrote.
-
-
-def choose_split(there: Sequence[str], wanted: str | None, where: str = "the input") -> str:
-    """Return the wanted split; or, where none is named, the only one, or `train`."""
-    if wanted is not None:
-        if wanted in there:
-            return wanted
-        raise UsageError(f"no split {wanted!r} in {where}; --split takes one of: {', '.join(there) or '(none found)'}")
-    if len(there) == 1:
-        return there[0]
-    if "train" in there:
-        return "train"
-    raise UsageError(f"which split? Name one of {where} with --split: {', '.join(there) or '(none found)'}")
-
-
-def is_saved(path: Path) -> bool:
-    """Whether save_to_disk wrote this folder: one split, or several."""
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def open_saved(path: Path, wanted: str | None, where: str = "the input") -> tuple[Any, str]:
-    """Return (the split as a `datasets.Dataset`, its name) out of a folder that save_to_disk wrote."""
-    import datasets
-
-    saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.DatasetDict):
-        split = choose_split(list(saved), wanted, where)
-        return saved[split], split
-    return saved, choose_split([str(saved.split or "train")], wanted, where)
-
-
-# ---- stream ----------------------------------------------------------------------------------------------------------
-# Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded ahead.
-#
-# A stream has no addresses. It is read forward; a row before the place where it stands, or a stream that broke, means
-# opening it anew and passing over the rows before.
-
-
-class StreamedRows:
-    """Rows of a stream, read forward. `open_stream` opens it at a row; `num_rows` is how many there are.
-
-    `home` is the address below which the dataset's files lie: a picture that is an address there is fetched, any other
-    address or path stays what it is.
-    """
-
-    def __init__(
-        self,
-        open_stream: Callable[[int], Iterator[dict[str, Any]]],
-        schema: pa.Schema,
-        num_rows: int,
-        home: str,
-        patience: Patience,
-    ) -> None:
-        self.schema = schema
-        self.num_rows = num_rows
-        self._open_stream = open_stream
-        self._home = home
-        self._patience = patience
-        self._stream: Iterator[dict[str, Any]] | None = None
-        self._at = 0
-
-    def read(self, addresses: Sequence[int]) -> pa.Table:
-        """Read rows by address; cheapest is a range that goes on where the last read ended."""
-        import pyarrow as pa
-
-        wanted = [int(address) for address in addresses]
-        found = {address: self._row(address) for address in sorted(set(wanted))}
-        return pa.Table.from_pylist([found[address] for address in wanted], schema=self.schema)
-
-    def _row(self, address: int) -> dict[str, Any]:
-        place = f"reading row {address} of the input"
-        try:
-            row = self._patience.call(lambda: self._next(address), place)
-            return self._patience.call(lambda: {name: self._fetched(cell) for name, cell in row.items()}, place)
-        except StopIteration:
-            raise SourceError(
-                f"the input ended at row {self._at}, but has {self.num_rows} rows by its card; "
-                f"give --max-samples {self._at}"
-            ) from None
-        except network_errors() as error:
-            raise SourceError(f"{place} failed: {error}; run again to resume") from error
-
-    def _next(self, address: int) -> dict[str, Any]:
-        stream, self._stream = self._stream, None  # one that breaks is opened anew
-        if stream is None or address < self._at:
-            stream, self._at = self._open_stream(address), address
-        while True:
-            row = next(stream)
-            self._at += 1
-            if self._at > address:
-                self._stream = stream
-                return row
-
-    def _fetched(self, cell: Any) -> Any:
-        """Return a cell with the bytes in it of a picture that is an address of this dataset's own files."""
-        if not isinstance(cell, dict) or set(cell) != {"bytes", "path"} or cell["bytes"] is not None:
-            return cell
-        address = str(cell["path"])
-        if not address.startswith(self._home) or ".." in address.split("/"):
-            return cell
-        import fsspec
-
-        with fsspec.open(address, "rb") as file:
-            return {"bytes": file.read(), "path": address.rpartition("/")[2]}
-
-
-def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
-    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
-    streamed = builder.as_streaming_dataset(split=split).decode(False)
-    splits = builder.info.splits or {}
-    is_folder = builder.name == "imagefolder"
-    if is_folder and any(map(_is_packed, builder.config.data_files[split])):
-        return None  # the addresses of its pictures are not those of files
-    if split in splits and splits[split].num_examples:
-        num_rows = int(splits[split].num_examples)
-    elif is_folder:
-        num_rows = sum(1 for _ in streamed)  # names only: no picture is fetched
-    else:
-        return None
-    features = streamed.features or streamed._resolve_features().features
-    return StreamedRows(
-        lambda start: iter(streamed.skip(start) if start else streamed),
-        features.arrow_schema,
-        num_rows,
-        f"hf://datasets/{name}@{revision}/",
-        patience,
-    )
-
-
-def _is_packed(file: str) -> bool:
-    return str(file).lower().endswith((".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z", ".rar"))
-
-
-# ---- source ----------------------------------------------------------------------------------------------------------
-# Rows of a dataset by address, undecoded.
-#
-# A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
-# local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
-# is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything
-# else that `datasets` can load is streamed where that is asked for, or memory-mapped by it. What the Hub fails to give
-# is asked for again from where it broke off, for a while.
-
-
-SOURCE_RETRY_S = 600.0
-LONGEST_SOURCE_PAUSE_S = 30.0
-FOOTER_THREADS = 16
-MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
-PIECE_BYTES = 8 * 1024**2
-REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
-BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-class Rows(Protocol):
-    """Rows by address. `read` gives the rows at `addresses`, in that order, with every column as it is stored."""
-
-    schema: pa.Schema
-    num_rows: int
-
-    def read(self, addresses: Sequence[int]) -> pa.Table:
-        """Read the rows at `addresses` (0 ≤ address < num_rows)."""
+# Their names, their types, and how results become rows and rows become results again.
 
 
 @dataclass(frozen=True)
-class Source:
-    """A split of a dataset, and which of its rows are wanted, in which order.
+class Extras:
+    """Which columns are written beside those that always are."""
 
-    `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
-    `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
-    `patience` is that with a Hub which fails to give the rows.
-    """
+    blocks: bool = False
+    raw: bool = False
+    confidence: bool = False
 
-    name: str
-    split: str
-    image_column: str
-    rows: Rows
-    order: Sequence[int]
-    fingerprint: str
-    is_private: bool
-    roots: tuple[Path, ...] = ()
-    patience: Patience = field(default_factory=lambda: Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S))
-
-    def read(self, positions: range) -> pa.Table:
-        """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
-        table = self.rows.read(self.order[positions.start : positions.stop])
-        return embed_pictures(table, self.image_column, self.roots) if self.roots else table
+    def names(self, output_column: str) -> tuple[str, ...]:
+        """Name them."""
+        wanted = {"blocks": self.blocks, "raw": self.raw, "confidence": self.confidence}
+        return tuple(f"{output_column}_{name}" for name, is_wanted in wanted.items() if is_wanted)
 
 
-def open_source(
-    name: str,
-    *,
-    config: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    image_column: str | None = None,
-    max_samples: int | None = None,
-    shuffle: bool = False,
-    seed: int = 0,
-    streaming: bool = False,
-) -> Source:
-    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
-
-    `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
-    Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
-    """
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    path = Path(name).expanduser()
-    is_local = path.exists()
-    patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
-    if not is_local and not HUB_ID.fullmatch(name):
-        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
-    try:
-        if is_local:
-            fingerprint, is_private, pinned = local_fingerprint(path), True, None
-        else:
-            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
-        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
-        found = _open_rows(wanted, patience)
-    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
-    rows, split_name, paths_are_ours = found
-    if not rows.num_rows:
-        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
-    roots: tuple[Path, ...] = ()
-    if is_local:
-        roots = (path if path.is_dir() else path.parent,)
-    elif paths_are_ours:
-        roots = _hub_roots(name)
-    return Source(
-        name=name,
-        split=split_name,
-        image_column=choose_image_column(rows.schema, image_column),
-        rows=rows,
-        order=choose_rows(rows.num_rows, max_samples, shuffle, seed),
-        fingerprint=fingerprint,
-        is_private=is_private,
-        roots=roots,
-        patience=patience,
-    )
+NO_EXTRAS = Extras()
 
 
-def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int) -> Sequence[int]:
-    """Which rows are wanted, in which order: addresses into a split of `num_rows` rows."""
-    count = num_rows if max_samples is None else min(max_samples, num_rows)
-    if not shuffle:
-        return range(count)
-    import numpy as np
-
-    chosen: Sequence[int] = np.random.default_rng(seed).permutation(num_rows)[:count]  # type: ignore[assignment]
-    return chosen
+def new_columns(output_column: str, extras: Extras = NO_EXTRAS) -> tuple[str, ...]:
+    """Name the columns that a run adds, but for `inference_info`, which it appends to; the extra ones stand last."""
+    always = (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
+    return (*always, *extras.names(output_column))
 
 
-def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
-    """Return the wanted column; or, where none is named, `image`, or the only column of images."""
-    column = _find_image_column(schema, wanted)
-    kind = schema.field(column).type
-    if not _may_hold_pictures(kind):
+def check_columns(
+    schema: pa.Schema, output_column: str, *, results_only: bool = False, extras: Extras = NO_EXTRAS
+) -> None:
+    """Raise `UsageError` where the input has a column that the run would add."""
+    if results_only and ROW_COLUMN in schema.names:
+        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only adds; leave that out")
+    clash = [column for column in new_columns(output_column, extras) if column in schema.names]
+    if clash:
         raise UsageError(
-            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+            f"the input already has the column {', '.join(map(repr, clash))}; name another one with --output-column"
         )
-    return column
 
 
-def _may_hold_pictures(kind: pa.DataType) -> bool:
+def output_schema(
+    schema: pa.Schema,
+    output_column: str,
+    settings: Mapping[str, Any],
+    *,
+    without: str | None = None,
+    extras: Extras = NO_EXTRAS,
+) -> pa.Schema:
+    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
+
+    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
+    """
+    import datasets
     import pyarrow as pa
 
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" for field in kind)
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
-
-
-def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
-    import datasets
-
-    if wanted is not None:
-        if wanted in schema.names:
-            return wanted
-        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
-    if "image" in schema.names:
-        return "image"
+    text, status, error, tokens = new_columns(output_column)
+    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
+    if without is not None:
+        kept.append(pa.field(ROW_COLUMN, pa.int64()))
+    strings = [pa.field(name, pa.string()) for name in (text, status, error)]
+    added = [*strings, pa.field(tokens, pa.int32()), *_extra_fields(output_column, extras)]
+    added.append(pa.field(INFO_COLUMN, pa.string()))
     features = datasets.Features.from_arrow_schema(schema)
-    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
-    if len(images) == 1:
-        return str(images[0])
-    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
+    others = pa.schema([column for column in [*kept, *added] if column.name not in features])
+    features.update(datasets.Features.from_arrow_schema(others))
+    metadata = {
+        **(schema.metadata or {}),
+        **features.arrow_schema.metadata,
+        SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
+    }
+    return pa.schema([*kept, *added], metadata=metadata)
 
 
-def local_fingerprint(path: Path) -> str:
-    """Fingerprint a local input by the names and sizes of its files: it moves with the data, not with the folder."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    digest = hashlib.sha256()
-    for file in files:
-        relative = file.name if file == path else str(file.relative_to(path))
-        digest.update(json.dumps([relative, file.stat().st_size]).encode())
-    return f"files:{digest.hexdigest()[:32]}"
+def _extra_fields(output_column: str, extras: Extras) -> list[pa.Field]:
+    import pyarrow as pa
+
+    block = pa.struct([("label", pa.string()), ("bbox", pa.list_(pa.int32())), ("text", pa.string())])
+    types = {
+        "blocks": pa.list_(block),
+        "raw": pa.string(),
+        "confidence": pa.struct([("mean", pa.float32()), ("lowest", pa.float32())]),
+    }
+    prefix = f"{output_column}_"
+    return [pa.field(name, types[name.removeprefix(prefix)]) for name in extras.names(output_column)]
 
 
-def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
-    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
-    from huggingface_hub import HfApi
+def block_table(
+    rows: pa.Table,
+    results: Sequence[PageResult],
+    schema: pa.Schema,
+    output_column: str,
+    info: Mapping[str, Any],
+    *,
+    addresses: Sequence[int] = (),
+    kept_info: Sequence[str | None] = (),
+    extras: Extras = NO_EXTRAS,
+) -> pa.Table:
+    """Join rows and results, one each in the same order, to the table of a block.
 
-    info = HfApi().dataset_info(repo_id, revision=revision)
-    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
-
-
-def _hub_roots(repo_id: str) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
-    import datasets
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return (
-        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
-        Path(datasets.config.EXTRACTED_DATASETS_PATH),
-    )
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Which rows are to be opened, and how they will be read."""
-
-    name: str
-    config: str | None
-    split: str | None
-    revision: str | None
-    is_local: bool
-    streaming: bool
-    shuffled: bool
-
-
-def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
-    """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
-    import datasets
-
-    name, split, is_local = wanted.name, wanted.split, wanted.is_local
-    path = Path(name)
-    if is_local and is_saved(path):
-        saved, chosen = open_saved(path, split)
-        return MappedRows(saved), chosen, False
-    if is_local and path.is_file():
-        if path.suffix.lower() not in {".parquet", ".pq"}:
-            raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
-        chosen = choose_split(["train"], split)
-        return ParquetRows([name]), chosen, False
-    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
-    files = builder.config.data_files or {}
-    chosen = choose_split([str(key) for key in files], split)
-    if builder.name == "parquet":
-        return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
-    if wanted.streaming and not is_local:
-        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
-        if streamed:
-            return streamed, chosen, False
-        reason = (
-            "--shuffle reads it in another order"
-            if wanted.shuffled
-            else "how many rows it has stands nowhere, or it is packed"
-        )
-        say(f"{name} can't be streamed, for {reason}: downloading it")
-    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
-    return MappedRows(loaded), chosen, builder.name == "imagefolder"
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of one parquet file, and the address of its first row."""
-
-    file: str
-    index: int
-    start: int
-    num_rows: int
-
-
-class ParquetRows:
-    """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
-
-    def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
-        self._patience = patience or Patience(0.0)
-        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            try:
-                footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
-            except BaseException:
-                self._patience.hurry(0.0)  # the pool waits for its threads
-                raise
-        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
-        self._starts = [group.start for group in self._groups]
-        self.num_rows = sum(group.num_rows for group in self._groups)
-        self.schema: pa.Schema = footers[0][1]
-        if features is not None:  # a card's `dataset_info` says more than a file without metadata
-            self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
-        self._lock = threading.Lock()
-        self._stream: tuple[int, Iterator[pa.RecordBatch], pa.Table] | None = None
-
-    def read(self, addresses: Sequence[int]) -> pa.Table:
-        """Read rows by address; cheapest is a range that goes on where the last read ended."""
-        import pyarrow as pa
-
-        with self._lock:
-            if isinstance(addresses, range):
-                return pa.concat_tables(self._run(addresses.start, addresses.stop))
-            wanted = [int(address) for address in addresses]
-            found: dict[int, pa.Table] = {}
-            for address in sorted(set(wanted)):
-                # a copy, for a slice would keep the whole batch in memory
-                found[address] = pa.concat_tables(self._run(address, address + 1)).take([0])
-            return pa.concat_tables([found[address] for address in wanted])
-
-    def _run(self, start: int, stop: int) -> Iterator[pa.Table]:
-        while start < stop:
-            batch_start, batch = self._batch_at(start)
-            part = batch.slice(start - batch_start, min(stop, batch_start + batch.num_rows) - start)
-            yield part
-            start += part.num_rows
-
-    def _batch_at(self, address: int) -> tuple[int, pa.Table]:
-        """Return (address of its first row, batch) of the batch that holds `address`, trying again where that helps."""
-        import pyarrow as pa
-
-        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-        place = f"reading {group.file}, row group {group.index},"
-        try:
-            if "://" in group.file:
-                return self._patience.call(lambda: self._sought(address), place)
-            return self._sought(address)
-        except (*network_errors(), pa.ArrowInvalid) as error:
-            raise SourceError(f"{place} failed: {error}; run again to resume") from error
-
-    def _sought(self, address: int) -> tuple[int, pa.Table]:
-        """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""
-        if self._stream is None or not self._stream_reaches(address):
-            group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-            self._stream = (group.start, self._open(group), self.schema.empty_table())
-        start, batches, batch = self._stream
-        self._stream = None
-        while address >= start + batch.num_rows:
-            start += batch.num_rows
-            batch = self._fit(next(batches))
-        self._stream = (start, batches, batch)
-        return start, batch
-
-    def _stream_reaches(self, address: int) -> bool:
-        assert self._stream is not None
-        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-        return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
-
-    def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-            reader = file
-            if file.metadata.row_group(group.index).total_byte_size > MOST_READ_AHEAD_BYTES:
-                # by itself pyarrow fetches a row group whole, which costs three times its size
-                reader = pq.ParquetFile(handle, metadata=file.metadata, pre_buffer=False, buffer_size=PIECE_BYTES)
-            yield from reader.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-
-    def _fit(self, batch: pa.RecordBatch) -> pa.Table:
-        """Give a batch the schema of the first file: later files may order or widen their columns differently."""
-        import pyarrow as pa
-
-        table = pa.Table.from_batches([batch])
-        if table.schema.equals(self.schema, check_metadata=True):
-            return table
-        return table.select(self.schema.names).cast(self.schema.remove_metadata()).cast(self.schema)
-
-
-def _open_file(file: str) -> Any:
-    if "://" not in file:
-        return Path(file).open("rb")
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(file)
-    return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
-
-
-def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
-    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
-
-
-def _footer(file: str) -> tuple[list[int], pa.Schema]:
-    """Return (rows of each row group, schema) of a parquet file."""
-    import pyarrow.parquet as pq
-
-    with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
-        metadata = parquet.metadata
-        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        return counts, parquet.schema_arrow
-
-
-def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
-    start = 0
-    for file, group_rows in zip(files, counts, strict=True):
-        for index, num_rows in enumerate(group_rows):
-            if num_rows:
-                yield RowGroup(file, index, start, num_rows)
-            start += num_rows
-
-
-class MappedRows:
-    """Rows of a `datasets.Dataset`, memory-mapped and not decoded."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._table = dataset.with_format("arrow")
-        self.num_rows: int = dataset.num_rows
-        self.schema: pa.Schema = dataset.features.arrow_schema
-
-    def read(self, addresses: Sequence[int]) -> pa.Table:
-        """Read rows by address."""
-        import pyarrow as pa
-
-        if isinstance(addresses, range):
-            table = self._table[addresses.start : addresses.stop]
-        else:
-            table = pa.concat_tables([self._table[int(address) : int(address) + 1] for address in addresses])
-        return table.cast(self.schema)
-
-
-def embed_pictures(table: pa.Table, column: str, roots: Sequence[Path]) -> pa.Table:
-    """Put the bytes of pictures that lie beside the table into its cells; a path outside `roots` stays a path.
-
-    As `datasets` does when it pushes: the cell then holds the bytes and the bare name of the file.
+    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
+    `inference_info` of the rows whose results an earlier run left; None for those of this run.
     """
     import pyarrow as pa
 
-    field = table.schema.field(column)
-    if not pa.types.is_struct(field.type) or {child.name for child in field.type} != {"bytes", "path"}:
-        return table
-    if not any(cell["bytes"].as_py() is None and cell["path"].is_valid for cell in table[column] if cell.is_valid):
-        return table
-    chunks = [pa.array([_embedded(cell.as_py(), roots)], type=field.type) for cell in table[column]]
-    return table.set_column(table.schema.names.index(column), field, pa.chunked_array(chunks, type=field.type))
+    if len(results) != rows.num_rows:
+        raise ValueError(f"{rows.num_rows} rows, but {len(results)} results")
+    earlier = rows[INFO_COLUMN].to_pylist() if INFO_COLUMN in rows.schema.names else [None] * rows.num_rows
+    values: dict[str, Any] = dict(
+        zip(
+            new_columns(output_column),
+            (
+                [_storable(result.text) for result in results],
+                [result.status for result in results],
+                [_storable(result.error) for result in results],
+                [result.tokens for result in results],
+            ),
+            strict=True,
+        )
+    )
+    for name in extras.names(output_column):
+        values[name] = [_extra_values(result)[name.removeprefix(f"{output_column}_")] for result in results]
+    values[INFO_COLUMN] = [
+        kept or appended_info(before, info)
+        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
+    ]
+    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:  # the input may have one of its own
+        values[ROW_COLUMN] = [int(address) for address in addresses]
+    columns = [
+        pa.chunked_array([pa.array(values[column.name], type=column.type)])
+        if column.name in values
+        else rows[column.name]
+        for column in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, Any] | None:
-    if cell is None or cell["bytes"] is not None or not cell["path"]:
-        return cell
-    inside = path_inside(cell["path"], roots)
-    if inside is None:
-        return cell
-    try:
-        return {"bytes": inside.read_bytes(), "path": Path(cell["path"]).name}
-    except OSError:
-        return cell
+def _extra_values(result: PageResult) -> dict[str, Any]:
+    """Return what stands in the extra columns of a row."""
+    blocks, sure = result.blocks, result.confidence
+    return {
+        "blocks": None
+        if blocks is None
+        else [{"label": one.label, "bbox": list(one.bbox), "text": storable(one.text)} for one in blocks],
+        "raw": _storable(result.raw),
+        "confidence": sure and {"mean": sure.mean, "lowest": sure.lowest},
+    }
 
 
-def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
-    """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
-    if "\0" in path:
+@dataclass(frozen=True)
+class KeptRow:
+    """What an earlier run left of a row: its result and its `inference_info`."""
+
+    result: PageResult
+    info: str | None
+
+
+def kept_rows(blocks: Blocks, number: int, output_column: str, extras: Extras = NO_EXTRAS) -> list[KeptRow | None]:
+    """Return what a closed block holds of each row; None for the rows that failed."""
+    table = blocks.read(number, [*new_columns(output_column, extras), INFO_COLUMN])
+    return [_kept_row(row, output_column) for row in table.to_pylist()]
+
+
+def _kept_row(row: Mapping[str, Any], output_column: str) -> KeptRow | None:
+    text, status, error, tokens = new_columns(output_column)
+    if row[status] not in SOUND:
         return None
-    for root in roots:
-        try:
-            real_root = root.resolve(strict=True)
-            real = (real_root / path).resolve(strict=True)
-        except (OSError, RuntimeError):
-            continue
-        if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
-            return real
+    blocks, sure = row.get(f"{output_column}_blocks"), row.get(f"{output_column}_confidence")
+    result = PageResult(
+        row[text],
+        row[status],
+        error=row[error],
+        tokens=row[tokens],
+        raw=row.get(f"{output_column}_raw"),
+        blocks=None if blocks is None else tuple(_block_of(block) for block in blocks),
+        confidence=sure and Confidence(sure["mean"], sure["lowest"], 0),
+    )
+    return KeptRow(result, row[INFO_COLUMN])
+
+
+def _block_of(stored: Mapping[str, Any]) -> Block:
+    return Block(stored["label"], cast("tuple[int, int, int, int]", tuple(stored["bbox"])), stored["text"])
+
+
+def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
+    """Append this run's entry to a row's `inference_info`, a JSON list; what was no list is kept as its first entry."""
+    try:
+        entries = json.loads(before) if before else []
+    except ValueError:
+        entries = [before]
+    return json.dumps([*(entries if isinstance(entries, list) else [entries]), dict(info)])
+
+
+def storable(text: str) -> str:
+    """Return text that UTF-8 can hold: halves of a surrogate pair joined, a half without its other one made U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _storable(text: str | None) -> str | None:
+    return None if text is None else storable(text)
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+# Does a text end in a loop, as a decoder falls into one.
+#
+# The measure is what a sheet of paper can hold. A school page of one word, a litany, a table of zeros or a row of
+# dotted leaders repeats itself honestly, but within a page's rows and letters; a decoder in a loop goes on until it is
+# stopped. So a text that was cut off by max_tokens is judged by `CUT_OFF`, one that ended by itself by the stricter
+# `FINISHED`. Three finders look at the end of the text; what one of them finds must be more than the bar allows:
+#
+# 1. exact: the suffix has a period in characters (Z-function of the reversed tail).
+# 2. counting: the same with every number taken for equal, where each number of the unit stays or counts up steadily.
+#    Cut-off texts only: lists that count and end by themselves are honest.
+# 3. nearly: most of the five-word sequences at the end were there shortly before. Running text only, and twice the bar.
+#
+# A loop that begins so late that it stays under the bar is missed; its page is `truncated`, and asked again all the
+# same. Measured on `tests/loops/`: precision and recall stand in `tests/test_loops.py`.
+
+
+SEARCHED_CHARACTERS = 32_000  # a period is looked for in so much of the end, and followed back from there
+NGRAM = 5
+STALE_SHARE = 0.85  # of the five-word sequences in a run that repeats nearly
+STALE_WITHIN = 1_500  # words
+STEADY_SHARE = 0.9  # of a counter's steps: dates and page numbers wrap
+EXCERPT_CHARACTERS = 200
+SHORT_LINE_LETTERS = 50
+WIDE_LETTER = 3  # one Chinese or Japanese character says as much as so many letters
+
+HTML_TAG = re.compile(r"</?[a-zA-Z][^<>]{0,200}>")
+LATEX_WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}(?:\{[^{}]{0,40}\})?|\\[a-zA-Z]+")
+LETTERS_ONLY = re.compile(r"[^\W\d_]+")
+WIDE_LETTERS = re.compile(r"[\u2e80-\ufaff]")
+CELL_MARK = re.compile(r"\||</?t[dhr]\b|&|\t")
+NUMBER_OR_CHARACTER = re.compile(r"[0-9]{1,9}|[^0-9]", re.DOTALL)
+WORD = re.compile(r"[\u2e80-\ufaff]|[^\W\d_\u2e80-\ufaff]+|\d+|_+|[^\w\s]+|\n")
+CLOSER = re.compile(r"(?:</[a-zA-Z]{1,12}>|\\end\{[a-z]{1,16}\*?\}|\\[\])]|[\s$`|.}])\Z")
+LONGEST_CLOSER = 24
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Where a text begins to loop, the unit's length in characters, how often it is there, and its first characters."""
+
+    start: int
+    period: int
+    repeats: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The repetition that a page can hold: what reaches this is a loop.
+
+    Running text has to reach `letters`, and `lines` too where its lines are short; cells `table_letters`, or, like all
+    that is mostly no letters, `rows` where there are rows, else both `repeats` and `characters` in the one row.
+    """
+
+    letters: int
+    lines: int
+    table_letters: int
+    rows: int
+    repeats: int
+    characters: int
+
+    def times(self, factor: int) -> Bar:
+        """Return the bar for weaker evidence."""
+        return Bar(
+            factor * self.letters,
+            factor * self.lines,
+            factor * self.table_letters,
+            factor * self.rows,
+            factor * self.repeats,
+            factor * self.characters,
+        )
+
+
+CUT_OFF = Bar(letters=1_000, lines=80, table_letters=5_000, rows=80, repeats=60, characters=400)
+FINISHED = Bar(letters=4_000, lines=120, table_letters=10_000, rows=200, repeats=150, characters=1_000)
+
+
+def find_loop(text: str, *, finished: bool | None) -> Loop | None:
+    """Return the loop that `text` ends in, or None.
+
+    `finished`: True where the model ended the text, False where max_tokens did, None where that is not known (which is
+    judged like True). Time is linear in the length of the text.
+    """
+    bar = CUT_OFF if finished is False else FINISHED
+    for end in _ends(text, cut_off=finished is False):
+        exact = _exact_run(text, end)
+        if exact and _is_beyond(exact, text, end, bar):
+            return exact
+    counting = _counting_run(text) if finished is False else None
+    if counting and _is_beyond(counting, text, len(text), bar.times(2)):
+        return counting
+    nearly = _nearly_run(text) if len(text) > bar.times(2).letters else None
+    if nearly and _is_running_text_beyond(nearly, text, bar.times(2)):
+        return nearly
     return None
+
+
+def with_loop_found(result: PageResult) -> PageResult:
+    """Return the result with status `repetition` where its text ends in a loop; other statuses stay."""
+    if result.status not in {"ok", "truncated"} or result.text is None:
+        return result
+    finished = {"stop": True, "length": False}.get(result.finish_reason or "")
+    return replace(result, status="repetition") if find_loop(result.text, finished=finished) else result
+
+
+# What a run amounts to
+
+
+def _is_beyond(run: Loop, text: str, end: int, bar: Bar) -> bool:
+    """Whether an exact or counting run is more than a page holds."""
+    span, unit = text[run.start : end], text[end - run.period : end]
+    letters, rows = count_letters(span), count_rows(span)
+    if run.repeats < 3 and letters < 4 * bar.letters:
+        return False  # forms come in two copies
+    is_table = CELL_MARK.search(unit) is not None
+    if is_table and letters >= bar.table_letters:
+        return True
+    if not is_table and letters >= bar.letters and (rows >= bar.lines or letters >= SHORT_LINE_LETTERS * rows):
+        return True
+    if letters > 0.4 * len(span) and not is_table:
+        return False
+    if rows >= run.repeats:
+        return rows >= bar.rows
+    return run.repeats >= bar.repeats and len(span) >= bar.characters
+
+
+def _is_running_text_beyond(run: Loop, text: str, bar: Bar) -> bool:
+    """Whether a run that repeats nearly is more running text than a page holds."""
+    span = text[run.start :]
+    letters = count_letters(span)
+    if len(CELL_MARK.findall(span)) >= run.repeats:
+        return letters >= bar.table_letters
+    return letters >= bar.letters and letters > 0.4 * len(span)
+
+
+def count_letters(text: str) -> int:
+    """Count the letters outside of HTML tags and LaTeX commands; a Chinese or Japanese one counts three times."""
+    bare = LATEX_WORD.sub(" ", HTML_TAG.sub(" ", text))
+    return sum(map(len, LETTERS_ONLY.findall(bare))) + (WIDE_LETTER - 1) * len(WIDE_LETTERS.findall(bare))
+
+
+def count_rows(text: str) -> int:
+    r"""Count the rows that end in a text: by `</tr>`, else by LaTeX's `\\`, else by its lines, without blank ones."""
+    if not text.strip():
+        return 0
+    return text.count("</tr>") or text.count("\\\\") or len(re.findall(r"\n\s*", text))
+
+
+def _ends(text: str, *, cut_off: bool) -> Iterator[int]:
+    """Where a loop may end: at the end; in a finished text also before what closes a table, or before a last row."""
+    yield len(text)
+    if cut_off:
+        return
+    searched = text[-SEARCHED_CHARACTERS:]
+    bare = searched
+    while closer := CLOSER.search(bare, max(0, len(bare) - LONGEST_CLOSER)):
+        bare = bare[: closer.start()].rstrip()
+    without_last_row = bare.rpartition("\n")[0].rstrip()
+    for kept in (bare, without_last_row):
+        yield len(text) - len(searched) + len(kept)
+
+
+# The finders
+
+
+def longest_repetition(items: Sequence[str]) -> tuple[int, int]:
+    """Return (period, length) of the longest suffix that repeats with a period, twice at least; (0, 0) if none does.
+
+    The Z-function: `reach[lag]` is how far the reversed items agree with themselves shifted by `lag`. Linear.
+    """
+    turned = items[::-1]
+    size = len(turned)
+    reach = [0] * size
+    left = right = period = length = 0
+    for lag in range(1, size):
+        match = min(right - lag, reach[lag - left]) if lag < right else 0
+        while lag + match < size and turned[match] == turned[lag + match]:
+            match += 1
+        reach[lag] = match
+        if lag + match > right:
+            left, right = lag, lag + match
+        if match >= lag and lag + match > length:
+            period, length = lag, lag + match
+    return period, length
+
+
+def _exact_run(text: str, end: int) -> Loop | None:
+    first = max(0, end - SEARCHED_CHARACTERS)
+    period, length = longest_repetition(text[first:end])
+    if not period:
+        return None
+    start = end - length
+    while start > 0 and text[start - 1] == text[start - 1 + period]:
+        start -= 1
+    return Loop(start, period, (end - start) // period, text[start : start + min(period, EXCERPT_CHARACTERS)])
+
+
+def _counting_run(text: str) -> Loop | None:
+    """Find a suffix that repeats but for numbers that count; positions are in characters again."""
+    items = NUMBER_OR_CHARACTER.findall(text[-SEARCHED_CHARACTERS:])
+    period, length = longest_repetition(["0" if item.isdigit() else item for item in items])
+    run = items[len(items) - length :]
+    if not period or not _counts_steadily(run, period):
+        return None
+    characters = sum(map(len, run))
+    unit = "".join(run[:period])
+    repeats = length // period
+    return Loop(len(text) - characters, characters // repeats, repeats, unit[:EXCERPT_CHARACTERS])
+
+
+def _counts_steadily(run: Sequence[str], period: int) -> bool:
+    """Whether each number of the unit takes one step nearly always, and one of them does move."""
+    steps = [0]
+    for slot in range(period):
+        if not run[slot].isdigit():
+            continue
+        numbers = [int(item) for item in run[slot::period]][1:-1]  # the first and the last may be cut
+        differences = Counter(after - before for before, after in pairwise(numbers))
+        if not differences:
+            return False
+        step, count = differences.most_common(1)[0]
+        if count < STEADY_SHARE * differences.total():
+            return False
+        steps.append(step)
+    return any(steps)
+
+
+def _nearly_run(text: str) -> Loop | None:
+    """Find the suffix that is made of five-word sequences which were there shortly before."""
+    words = list(WORD.finditer(text))
+    grams = [tuple(word[0] for word in words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1)]
+    first = _stale_from(grams)
+    places: dict[tuple[str, ...], list[int]] = {}
+    for at in range(first, len(grams)):
+        places.setdefault(grams[at], []).append(words[at].start())
+    most = max(places.values(), key=len, default=[])
+    if len(most) < 3:
+        return None
+    start = words[first].start()
+    unit = text[most[-2] : min(most[-1], most[-2] + EXCERPT_CHARACTERS)]
+    return Loop(start, (len(text) - start) // len(most), len(most), unit)
+
+
+def _stale_from(grams: Sequence[tuple[str, ...]]) -> int:
+    """Return from where on the sequences are stale: the suffix with the greatest excess over `STALE_SHARE`."""
+    seen: dict[tuple[str, ...], int] = {}
+    scores = []
+    for at, gram in enumerate(grams):
+        is_stale = at - seen.get(gram, -STALE_WITHIN - 1) <= STALE_WITHIN
+        scores.append(1 - STALE_SHARE if is_stale else -STALE_SHARE)
+        seen[gram] = at
+    best = total = 0.0
+    first = len(grams)
+    for at in range(len(grams) - 1, -1, -1):
+        total += scores[at]
+        if total > best:
+            best, first = total, at
+    return first
+
+
+# What the engine can do about it
+
+
+def repetition_field(vllm_version: str | None) -> dict[str, dict[str, int]]:
+    """Return the request field by which vLLM stops a loop itself, or {} where it is too old, or not known to be vLLM.
+
+    Such a request ends with finish reason `repetition`. In the source of 0.32.0 (since about 0.17, FACTS §2) the field
+    is `RepetitionDetectionParams(max_pattern_size=0, min_pattern_size=0, min_count=0)`: a maximum of 0 is off, a
+    minimum of 0 means 1, a `min_count` below 2 is refused. After each token it stops where the last
+    `size * min_count` tokens are `min_count` copies of one pattern of `size` tokens, for any size in the range. The
+    offline engine's `SamplingParams` wants that object (`vllm.sampling_params`), not a mapping.
+
+    The engine can't know whether a text would end by itself, and one count has to do for all sizes. So the count lies
+    above the rows of a page: a table of equal rows is not stopped. A loop of one token is, after 128 of them, one of 16
+    tokens after 2048; a longer one is cut off by max_tokens as before, and found here.
+    """
+    numbers = re.match(r"v?(\d+)\.(\d+)", vllm_version or "")
+    if not numbers or (int(numbers[1]), int(numbers[2])) < (0, 17):
+        return {}
+    return {"repetition_detection": {"max_pattern_size": 32, "min_pattern_size": 1, "min_count": 128}}
+
+
+# ---- attempts --------------------------------------------------------------------------------------------------------
+# Which pages are asked again for a better text, how, and which of the texts is kept.
+
+
+ASKED_AGAIN = frozenset({"truncated", "repetition"})
+WARMER_EACH_TIME = 0.2
+WARMEST = 0.8
+BEST_FIRST = ("ok", "blank", "truncated", "repetition", "error")
+
+
+def next_attempt(
+    question: Question,
+    row: int,
+    attempt: int,
+    last_status: str,
+    context_left: int | None = None,
+    frame: int = 0,
+) -> Attempt:
+    """Return how to ask about the page in `row` for the `attempt`-th time after the first, which was attempt 0.
+
+    Another seed; a higher temperature, up to `WARMEST` (a question warmer than that stays as warm); after a truncation
+    twice the tokens, four times, … as far as `context_left`, the context less the prompt, is known to allow. A function
+    of its arguments alone, so that offline, served and resumed runs ask the same.
+    """
+    warmer = min(WARMEST, question.temperature + WARMER_EACH_TIME * attempt)
+    most = question.max_tokens
+    if last_status == "truncated" and most is not None and context_left is not None:
+        most = max(most, min(most * 2**attempt, context_left))
+    return Attempt(
+        temperature=round(max(question.temperature, warmer), 4),
+        seed=page_seed(question.seed, row, frame, attempt),
+        max_tokens=most,
+    )
+
+
+def better(a: PageResult, b: PageResult) -> PageResult:
+    """Return the better of two attempts at a page; the earlier one, `a`, where nothing speaks for `b`.
+
+    By status: ok, truncated, repetition, error. Between two truncated texts the longer one; between two that loop the
+    one that has more before the loop. Of two ok ones the earlier: its sampling is the nearer to the model's own.
+    """
+    return max(a, b, key=_merit)
+
+
+def _merit(result: PageResult) -> tuple[int, int]:
+    text = result.text or ""
+    rank = -BEST_FIRST.index(result.status)
+    if result.status == "truncated":
+        return rank, len(text)
+    if result.status == "repetition":
+        loop = find_loop(text, finished=False)
+        return rank, loop.start if loop else len(text)
+    return rank, 0
+
+
+# ---- dollars ---------------------------------------------------------------------------------------------------------
+# Escaped math delimiters repaired: `\$x\$` becomes `$x$`, while prices keep their `\$`.
+#
+# A known quirk of the models (FACTS §1). Two escaped dollars are a pair of delimiters if all of this holds:
+#
+# 1. They stand on one line, no other dollar is between them, and none stands right beside them.
+# 2. The first follows no Latin letter and no digit (`US\$`, `5\$`), the second precedes no digit (`\$5-\$10`), nor
+#    white space and a digit if a digit follows the first (`\$5 = US\$ 7`).
+# 3. What is between has no white space at its ends, or else at both ends and a math sign in it; then it loses that.
+# 4. It does not end like half a sentence about prices: in an operator, an opening bracket, `:` or `;`, nor in `.` or
+#    `,` after a number. Its braces are balanced. It holds no HTML tag, and in a row of a table no bar.
+# 5. It reads as math: it has a LaTeX command, `^`, `_`, `=`, `<`, `>`, `+`, `|`, or is one number, numbers in brackets,
+#    or names of at most three letters with brackets, numbers, commas and operators; from a number on, without white
+#    space. Two plain words in a row are prose, whatever else is there, but for those inside of `\text{…}` and its like.
+#
+# `\$\$…\$\$` is a displayed formula under the same rules, but may span lines, no empty one, and needs a math sign:
+# `\$\$` is also how restaurants are rated. An escaped dollar that belongs to no pair stays, and so does all that stands
+# in code (fences, backticks, `<pre>`, `<code>`) or between dollars that are delimiters already.
+
+
+# What is looked for from left to right. Code and formulas are stepped over; what is not closed is code up to the end.
+CODE = (
+    r"(?m:^[ \t]*(?P<fence>`{3,}|~{3,})[^\n]*\n(?:[^\n]*\n)*?(?:[ \t]*(?P=fence)[`~]*[ \t]*$|[^\n]*\Z))"
+    r"|<(?P<tag>pre|code)\b[^>]*>(?s:.*?)(?:</(?P=tag)>|\Z)"
+    r"|(?<![`\\])(?P<ticks>`{1,9})(?!`)(?:(?!\n[ \t]*\n)(?s:.))*?(?<!`)(?P=ticks)(?!`)"
+)
+MATH_ALREADY = (
+    r"(?<![\\$])\$\$(?!\$)(?:(?!\n[ \t]*\n)(?s:.)){1,4000}?(?<!\\)\$\$(?!\$)"
+    r"|(?<![\\$])\$(?![\s$])(?:\\.|[^\\$\n]){0,500}?(?<=[^\s\\])\$(?![\d$])"
+)
+ESCAPED = r"(?<![\\$])(?P<display>\\\$\\\$)(?!\\?\$)|(?<![\\$])(?P<inline>\\\$)(?!\\?\$)"
+TOKEN = re.compile(f"{CODE}|{MATH_ALREADY}|{ESCAPED}")
+
+INLINE_CLOSE = re.compile(r"(?:\\[^$\n]|[^\\$\n]){1,500}?(?=(?<!\\)\\\$(?!\\?\$))")
+DISPLAY_CLOSE = re.compile(r"(?:(?!\n[ \t]*\n)(?:\\[^$]|[^\\$])){1,4000}?(?=(?<!\\)\\\$\\\$(?!\\?\$))")
+
+MATH_SIGN = re.compile(r"\\[a-zA-Z]|[\^_=<>+|]|\\[{}|,;!]|[−×÷≤≥≠≈∈∞∑∫√±·→\u0391-\u03c9]")
+HALF_A_SENTENCE = re.compile(r"(?:(?<![\^_{])[-+*/=<>–—−(\[:;&]|(?<=\d)[.,])\Z")
+HTML_IN_MATH = re.compile(
+    r"</?(?:td|tr|th|table|thead|tbody|br|p|div|span|b|i|u|em|strong|sup|sub|li|ul|ol|a)\b[^<>]*>"
+)
+WORDS_INSIDE = re.compile(
+    r"\\(?:text|mathrm|operatorname|mbox|textbf|textit|mathbf|mathit|mathsf|begin|end)\*?\s*\{[^{}]*\}"
+)
+TWO_WORDS = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}[,.]?\s+(?![a-zA-Z]\b)[a-zA-Z]{2,}")
+SHORT_EXPRESSION = re.compile(r"(?:[\s\d.,%°'’!()\[\]/*:–-]|(?<![a-zA-Z])[a-zA-Z]{1,3}(?![a-zA-Z]))+")
+NUMBERS_ALONE = re.compile(r"-?\d+(?:[.,]\d+)*%?|[(\[]-?[\d.]+(?:,\s*-?[\d.]+)*[)\]]")
+
+
+def fix_dollars(text: str) -> str:
+    """Return the text with its escaped math delimiters repaired, all else as it is."""
+    if "\\$" not in text:
+        return text
+    parts: list[str] = []
+    at = 0
+    while match := TOKEN.search(text, at):
+        opened = match["display"] or match["inline"]
+        parts.append(text[at : match.start()])
+        formula = _formula_at(text, match) if opened else None
+        if formula is None:
+            parts.append(match[0])
+            at = match.end()
+        else:
+            inside, at = formula
+            parts.append(inside)
+    return "".join([*parts, text[at:]])
+
+
+def _formula_at(text: str, opening: re.Match[str]) -> tuple[str, int] | None:
+    """Return the formula that an escaped delimiter opens, repaired, and where it ends; None if it opens none."""
+    is_display = opening["display"] is not None
+    body = (DISPLAY_CLOSE if is_display else INLINE_CLOSE).match(text, opening.end())
+    if not body:
+        return None
+    inside = body[0]
+    end = body.end() + len(opening[0])
+    if not _fits_around(text, opening.start(), end, inside, is_display=is_display):
+        return None
+    is_math = _is_display_math(inside) if is_display else _is_inline_math(inside)
+    if not is_math or ("|" in inside and _is_table_row(text, opening.start())):
+        return None
+    dollars = "$$" if is_display else "$"
+    return f"{dollars}{inside if is_display else inside.strip()}{dollars}", end
+
+
+def _fits_around(text: str, start: int, end: int, inside: str, *, is_display: bool) -> bool:
+    """Rules 2 and 3: what stands before, after and at the ends."""
+    if re.match(r"[A-Za-z0-9]", text[start - 1 : start]):
+        return False
+    is_padded = inside[:1].isspace() and inside[-1:].isspace()
+    if is_display:
+        return not text[end : end + 1].isdigit()
+    begins_like_a_price = is_padded or inside[0].isdigit()
+    if re.match(r"\s?\d" if begins_like_a_price else r"\d", text[end : end + 2]):
+        return False
+    if is_padded:
+        return MATH_SIGN.search(inside) is not None
+    return not inside[:1].isspace() and not inside[-1:].isspace()
+
+
+def _is_display_math(inside: str) -> bool:
+    return MATH_SIGN.search(inside) is not None and _is_whole(inside) and not _is_prose(inside)
+
+
+def _is_inline_math(inside: str) -> bool:
+    """Rules 4 and 5."""
+    bare = inside.strip()
+    if not bare or not _is_whole(inside) or _is_prose(bare):
+        return False
+    if MATH_SIGN.search(bare) or NUMBERS_ALONE.fullmatch(bare):
+        return True
+    if bare[0].isdigit() and re.search(r"\s", bare):
+        return False
+    return any(map(str.isalpha, bare)) and SHORT_EXPRESSION.fullmatch(bare) is not None
+
+
+def _is_whole(inside: str) -> bool:
+    """Rule 4: no half of a sentence, of a group or of a table."""
+    braces = re.sub(r"\\[{}]", "", inside)
+    is_balanced = braces.count("{") == braces.count("}")
+    return is_balanced and not HALF_A_SENTENCE.search(inside.strip()) and not HTML_IN_MATH.search(inside)
+
+
+def _is_prose(inside: str) -> bool:
+    return TWO_WORDS.search(WORDS_INSIDE.sub(" ", inside)) is not None
+
+
+def _is_table_row(text: str, at: int) -> bool:
+    """Whether the line there is a row of a Markdown table: it begins with a bar, or has one between spaces."""
+    start = text.rfind("\n", 0, at) + 1
+    end = text.find("\n", at)
+    line = text[start : end if end >= 0 else len(text)]
+    return line.lstrip().startswith("|") or " | " in line
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+# What becomes of the engine's words once the best answer is chosen: markers read, dollars repaired, frames joined.
+
+
+FRAME_SEPARATOR = "\n\f\n"  # a form feed: where the next page begins, as in plain text from PDFs
+PAGE_BREAK = "page_break"  # label of the block that stands between the blocks of two frames
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What is wanted of a text. `drop_labels`: blocks of these labels are left out of it, in grounding mode."""
+
+    grounding: bool = False
+    drop_labels: frozenset[str] = frozenset()
+    fix_dollars: bool = True
+    keep_raw: bool = False
+
+
+def as_wanted(result: PageResult, rules: TextRules) -> PageResult:
+    """Return the result with its text as the rules want it; the status stays, even if no text is left."""
+    if result.text is None:
+        return result
+    raw = result.text if rules.keep_raw else None
+    repaired = fix_dollars if rules.fix_dollars else str
+    if not rules.grounding:
+        return replace(result, text=repaired(result.text), raw=raw)
+    page = parse_grounding(result.text)
+    blocks = tuple(
+        block if block.label == "code" else replace(block, text=repaired(block.text)) for block in page.blocks
+    )
+    text = plain_text(replace(page, blocks=blocks, before=repaired(page.before)), rules.drop_labels)
+    return replace(result, text=text, raw=raw, blocks=blocks, malformed=page.malformed)
+
+
+def joined(frames: Sequence[PageResult]) -> PageResult:
+    """Return one result for a picture of several frames: texts and blocks in order, the worst status, all tokens.
+
+    Frames without ink spoil nothing: a picture is `blank` only if all of them are. Where a frame has no text there is
+    none for the picture, as everywhere; `raw` has what was read all the same.
+    """
+    if len(frames) == 1:
+        return frames[0]
+    asked = [frame for frame in frames if frame.status != "blank"]
+    status = max((frame.status for frame in asked), key=BEST_FIRST.index, default="blank")
+    failed = [f"frame {at} of {len(frames)}: {one.error}" for at, one in enumerate(frames, 1) if one.status == "error"]
+    has_raw = any(frame.raw is not None for frame in frames)
+    return PageResult(
+        text=None if failed else FRAME_SEPARATOR.join(frame.text or "" for frame in frames),
+        status=status,
+        error="; ".join(failed) or None,
+        tokens=_sum([frame.tokens for frame in frames]),
+        prompt_tokens=_sum([frame.prompt_tokens for frame in frames]),
+        finish_reason=asked[-1].finish_reason if asked else None,
+        attempts=sum(frame.attempts for frame in frames),
+        latency_s=sum(frame.latency_s for frame in frames),
+        raw=FRAME_SEPARATOR.join(frame.raw or "" for frame in frames) if has_raw else None,
+        blocks=_joined_blocks(frames),
+        malformed=sum(frame.malformed for frame in frames),
+        confidence=_joined_confidence(frames),
+    )
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _joined_blocks(frames: Sequence[PageResult]) -> tuple[Block, ...] | None:
+    if all(frame.blocks is None for frame in frames):
+        return None
+    blocks: list[Block] = []
+    for number, frame in enumerate(frames):
+        blocks += [Block(PAGE_BREAK, (0, 0, 0, 0), "")] if number else []
+        blocks += frame.blocks or ()
+    return tuple(blocks)
+
+
+def _joined_confidence(frames: Sequence[PageResult]) -> Confidence | None:
+    """Return the mean over all tokens, and the least sure window of any frame."""
+    known = [(frame.confidence, frame.tokens or 1) for frame in frames if frame.confidence]
+    if not known:
+        return None
+    mean = sum(one.mean * tokens for one, tokens in known) / sum(tokens for _, tokens in known)
+    least = min((one for one, _ in known), key=lambda one: one.lowest)
+    return Confidence(mean, least.lowest, least.lowest_at)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+# Threads for work that can't be interrupted: one that takes too long is given up, and another thread takes its place.
+#
+# Pillow decodes a picture in one call, which nothing can stop. The thread of such a call is left to itself: it ends
+# with the call, and the process does not wait for it. So a picture may take a core for a while, but never the run.
+
+
+DoneT = TypeVar("DoneT")
+MOST_STUCK = 16  # threads given up and still at work: each has a core and a picture's memory
+
+
+class TooSlowError(Exception):
+    """The work was given up."""
+
+
+class _Worker:
+    """A thread that does what is put in its inbox, until that is None."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="prepare", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (given := self.inbox.get()) is not None:
+            work, future = given
+            try:
+                outcome = work()
+            except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+                future.set_exception(error)
+            else:
+                future.set_result(outcome)
+            del given, work, future  # or a picture would lie here until the next one
+            outcome = None
+
+
+class Threads:
+    """So many threads, and `limit_s` seconds for each piece of work."""
+
+    def __init__(self, count: int, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._places = asyncio.Semaphore(count)
+        self._idle: list[_Worker] = []
+        self._given_up: list[_Worker] = []
+
+    async def run(self, work: Callable[[], DoneT]) -> DoneT:
+        """Do the work in a thread, in the order of asking; raise `TooSlowError` where it takes longer than it may."""
+        async with self._places:
+            worker = self._idle.pop() if self._idle else _Worker()
+            future: Future[DoneT] = Future()
+            future.set_running_or_notify_cancel()  # from now on it can't be cancelled, only left alone
+            worker.inbox.put((work, future))
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    result = await asyncio.shield(asyncio.wrap_future(future))
+            except TimeoutError:
+                if not future.done():
+                    self._give_up(worker)
+                    raise TooSlowError from None
+                raise
+            finally:
+                (self._idle.append if future.done() else self._leave)(worker)
+            return result
+
+    def close(self) -> None:
+        """End the threads that are idle; the others end with what they do."""
+        while self._idle:
+            self._idle.pop().inbox.put(None)
+
+    def _leave(self, worker: _Worker) -> None:
+        worker.inbox.put(None)
+
+    def _give_up(self, worker: _Worker) -> None:
+        self._given_up = [one for one in self._given_up if one.thread.is_alive()] + [worker]
+        if len(self._given_up) > MOST_STUCK:
+            raise JobError(
+                f"{len(self._given_up)} pictures have each been decoding for over {self._limit_s:g} s, and still are. "
+                "Look at the input; --page-timeout gives them more time, --max-pixels refuses large ones"
+            )
 
 
 # ---- gauges ----------------------------------------------------------------------------------------------------------
@@ -3454,15 +3882,11 @@ def telemetry(decision: Decision, seen: Observation, bound: str, age_s: float) -
     }
 
 
-# ---- flow ------------------------------------------------------------------------------------------------------------
-# The flow of a run: rows → pages → an engine → blocks, with everything bounded.
-#
-# Preparation runs ahead of the engine in as many threads as there are cores; so many pages and no more are with the
-# engine; so many blocks and no more are open. Memory does not grow with the dataset.
+# ---- reader ----------------------------------------------------------------------------------------------------------
+# A row → its result: each frame of its picture prepared and asked about, again while the text is not sound.
 
 
 RequestT = TypeVar("RequestT")
-OPEN_BLOCK_BYTES = 2 * 1024**3  # beyond this no further block is opened while another is open
 
 
 class Engine(Protocol[RequestT]):
@@ -3471,14 +3895,786 @@ class Engine(Protocol[RequestT]):
     `watch` runs beside the pages and raises `EngineError` when the engine is gone.
     """
 
-    def encode(self, page: Page, row: int) -> RequestT:
-        """Make the request for the page in `row` of the split."""
+    def encode(self, page: Page, row: int, attempt: Attempt | None = None) -> RequestT:
+        """Make the request for a page of the picture in `row` of the split; None: its own question."""
 
     async def ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
         """Return what became of the page."""
 
     def watch(self) -> Coroutine[Any, Any, None]:
         """Return never, or raise when the engine is gone."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a picture is read.
+
+    `retries_quality`: how often a page is asked again whose text was cut off or loops. `context_tokens`: what page and
+    text may have together, where the engine says. `all_frames`: not the first alone. `page_timeout_s`: how long the
+    preparation of a page may take.
+    """
+
+    limits: PageLimits
+    question: Question
+    text: TextRules = field(default_factory=TextRules)
+    retries_quality: int = 0
+    context_tokens: int | None = None
+    all_frames: bool = False
+    page_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[RequestT]):
+    """A page ready to be asked about, or why not."""
+
+    request: RequestT | Refusal
+    frames: int
+    has_ink: bool = True
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """One frame of the picture in a row: `cell` reads it, `row` is its place in the split."""
+
+    cell: Callable[[], object]
+    row: int
+    frame: int = 0
+
+
+class Reader(Generic[RequestT]):
+    """Reads pictures with an engine."""
+
+    def __init__(
+        self, reading: Reading, engine: Engine[RequestT], tally: Tally, window: Window, threads: Threads
+    ) -> None:
+        self._reading = reading
+        self._engine = engine
+        self._tally = tally
+        self._window = window
+        self._threads = threads
+
+    async def read(self, cell: Callable[[], object], row: int) -> PageResult:
+        """Return what became of the picture in `row` of the split."""
+        first = _Sheet(cell, row)
+        result, count = await self._sheet(first)
+        if count == 1 or result.status == "error":
+            return result
+        if not self._reading.all_frames:
+            self._tally.frames_left_out(row, count)
+            return result
+        return joined([result, *[(await self._sheet(replace(first, frame=at)))[0] for at in range(1, count)]])
+
+    async def _sheet(self, sheet: _Sheet) -> tuple[PageResult, int]:
+        """Return the best result for one frame, its text as it is wanted, and how many frames there are."""
+        prepared = await self._prepare(sheet, None)
+        last = best = await self._ask(sheet, prepared, None)
+        attempt = 0
+        while last.status in ASKED_AGAIN and attempt < self._reading.retries_quality:
+            attempt += 1
+            self._tally.asked_again += 1
+            how = self._next(sheet, attempt, last)
+            last = await self._ask(sheet, await self._prepare(sheet, how), how)
+            attempts = best.attempts + last.attempts
+            best = replace(await asyncio.to_thread(better, best, last), attempts=attempts)
+        if best.text is not None:
+            best = await asyncio.to_thread(as_wanted, best, self._reading.text)
+        return best, prepared.frames
+
+    def _next(self, sheet: _Sheet, attempt: int, last: PageResult) -> Attempt:
+        context = self._reading.context_tokens
+        left = context - last.prompt_tokens if context and last.prompt_tokens else None
+        return next_attempt(self._reading.question, sheet.row, attempt, last.status, left, sheet.frame)
+
+    async def _ask(self, sheet: _Sheet, prepared: Prepared[RequestT], how: Attempt | None) -> PageResult:
+        """Ask about a page that is prepared, once it has a place in the window; a refused one has its result."""
+        if isinstance(prepared.request, Refusal):
+            return refused(prepared.request.status, prepared.request.reason)
+
+        async def again() -> RequestT | Refusal:
+            return (await self._prepare(sheet, how)).request
+
+        since = await self._window.acquire()
+        result = None
+        try:
+            with self._tally.asking():
+                result = await self._engine.ask(prepared.request, again)
+        finally:
+            answered = result is not None and result.status != "error"
+            tokens = None if result is None else result.tokens
+            self._window.release(since, answered, tokens or 0)
+        if result.status == "error" and result.finish_reason == "stop" and not prepared.has_ink:
+            return replace(result, status="blank", text="", error=None)  # no text on a page without ink is right
+        return await asyncio.to_thread(with_loop_found, result) if result.text else result
+
+    async def _prepare(self, sheet: _Sheet, how: Attempt | None) -> Prepared[RequestT]:
+        self._tally.preparing += 1
+        try:
+            return await self._threads.run(functools.partial(self._make, sheet, how))
+        except TooSlowError:
+            reason = f"the picture was not decoded within {self._reading.page_timeout_s:g} s (--page-timeout)"
+            return Prepared(Refusal("error", reason), 1)
+        finally:
+            self._tally.preparing -= 1
+
+    def _make(self, sheet: _Sheet, how: Attempt | None) -> Prepared[RequestT]:
+        reading = self._reading
+        page = make_page(sheet.cell(), reading.limits, frame=sheet.frame)
+        if reading.all_frames and page.frames > MOST_FRAMES:
+            page = Refusal("error", f"the picture has {page.frames:,} frames, more than {MOST_FRAMES:,}")
+        if isinstance(page, Refusal):
+            return Prepared(page, page.frames)
+        if sheet.frame and not how:
+            how = first_attempt(reading.question, sheet.row, sheet.frame)
+        return Prepared(self._engine.encode(page, sheet.row, how), page.frames, page.has_ink)
+
+
+# ---- patience --------------------------------------------------------------------------------------------------------
+# Patience with the network: what fails for a while is tried again, within bounds.
+#
+# The Hub refuses for many reasons that pass: quotas, races of several writers, its own troubles. How long it wants to
+# be left alone it says itself.
+
+
+ValueT = TypeVar("ValueT")
+PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
+FIRST_NETWORK_PAUSE_S = 1.0
+
+
+class Patience:
+    """For how long something is tried again. `hurry` shortens it, from any thread: the run has to end."""
+
+    def __init__(self, retry_for_s: float, longest_pause_s: float = 60.0) -> None:
+        self._retry_for_s = retry_for_s
+        self._longest_pause_s = longest_pause_s
+        self._hurried = threading.Event()
+        self._last_moment = math.inf
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the run has to end soon."""
+        return self._hurried.is_set()
+
+    def hurry(self, within_s: float) -> None:
+        """Try nothing again after so many seconds, and end the pause of now."""
+        self._last_moment = min(self._last_moment, time.monotonic() + within_s)
+        self._hurried.set()
+
+    def call(self, action: Callable[[], ValueT], what: str) -> ValueT:
+        """Do something that may fail for a while; raise its last error where it fails for good."""
+        give_up_at = time.monotonic() + self._retry_for_s
+        pause_s = FIRST_NETWORK_PAUSE_S
+        while True:
+            try:
+                return action()
+            except network_errors() as error:
+                wait_s = max(wished_pause_s(error), pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                if is_permanent(error) or time.monotonic() >= min(give_up_at, self._last_moment):
+                    raise
+                say(f"{what} fails for now ({_in_short(error)}); trying again in {wait_s:.0f} s")
+                if self.is_hurried:
+                    time.sleep(min(wait_s, FIRST_NETWORK_PAUSE_S))
+                else:
+                    self._hurried.wait(wait_s)
+                pause_s = min(self._longest_pause_s, 2 * pause_s)
+
+
+def is_permanent(error: Exception) -> bool:
+    """Whether trying again can't help: the Hub said no, or a file is not there."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+    return bool(status < 500 and status not in PASSING)
+
+
+def wished_pause_s(error: Exception) -> float:
+    """Return the seconds after which the Hub wants to be asked again; 0 where it does not say."""
+    headers: Any = getattr(getattr(error, "response", None), "headers", None)
+    if headers is None:
+        return 0.0
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(headers.get("retry-after") or ""))
+    from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+
+    limit = parse_ratelimit_headers(headers)
+    return float(limit.reset_in_seconds) if limit and not limit.remaining else 0.0
+
+
+def _in_short(error: Exception) -> str:
+    words = f"{type(error).__name__}: {error}".strip()
+    return words.splitlines()[0][:300]
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+# The splits of a dataset: which one is read, and the one that save_to_disk wrote.
+
+
+def choose_split(there: Sequence[str], wanted: str | None, where: str = "the input") -> str:
+    """Return the wanted split; or, where none is named, the only one, or `train`."""
+    if wanted is not None:
+        if wanted in there:
+            return wanted
+        raise UsageError(f"no split {wanted!r} in {where}; --split takes one of: {', '.join(there) or '(none found)'}")
+    if len(there) == 1:
+        return there[0]
+    if "train" in there:
+        return "train"
+    raise UsageError(f"which split? Name one of {where} with --split: {', '.join(there) or '(none found)'}")
+
+
+def is_saved(path: Path) -> bool:
+    """Whether save_to_disk wrote this folder: one split, or several."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def open_saved(path: Path, wanted: str | None, where: str = "the input") -> tuple[Any, str]:
+    """Return (the split as a `datasets.Dataset`, its name) out of a folder that save_to_disk wrote."""
+    import datasets
+
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        split = choose_split(list(saved), wanted, where)
+        return saved[split], split
+    return saved, choose_split([str(saved.split or "train")], wanted, where)
+
+
+# ---- stream ----------------------------------------------------------------------------------------------------------
+# Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded ahead.
+#
+# A stream has no addresses. It is read forward; a row before the place where it stands, or a stream that broke, means
+# opening it anew and passing over the rows before.
+
+
+class StreamedRows:
+    """Rows of a stream, read forward. `open_stream` opens it at a row; `num_rows` is how many there are.
+
+    `home` is the address below which the dataset's files lie: a picture that is an address there is fetched, any other
+    address or path stays what it is.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[int], Iterator[dict[str, Any]]],
+        schema: pa.Schema,
+        num_rows: int,
+        home: str,
+        patience: Patience,
+    ) -> None:
+        self.schema = schema
+        self.num_rows = num_rows
+        self._open_stream = open_stream
+        self._home = home
+        self._patience = patience
+        self._stream: Iterator[dict[str, Any]] | None = None
+        self._at = 0
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address; cheapest is a range that goes on where the last read ended."""
+        import pyarrow as pa
+
+        wanted = [int(address) for address in addresses]
+        found = {address: self._row(address) for address in sorted(set(wanted))}
+        return pa.Table.from_pylist([found[address] for address in wanted], schema=self.schema)
+
+    def _row(self, address: int) -> dict[str, Any]:
+        place = f"reading row {address} of the input"
+        try:
+            row = self._patience.call(lambda: self._next(address), place)
+            return self._patience.call(lambda: {name: self._fetched(cell) for name, cell in row.items()}, place)
+        except StopIteration:
+            raise SourceError(
+                f"the input ended at row {self._at}, but has {self.num_rows} rows by its card; "
+                f"give --max-samples {self._at}"
+            ) from None
+        except network_errors() as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _next(self, address: int) -> dict[str, Any]:
+        stream, self._stream = self._stream, None  # one that breaks is opened anew
+        if stream is None or address < self._at:
+            stream, self._at = self._open_stream(address), address
+        while True:
+            row = next(stream)
+            self._at += 1
+            if self._at > address:
+                self._stream = stream
+                return row
+
+    def _fetched(self, cell: Any) -> Any:
+        """Return a cell with the bytes in it of a picture that is an address of this dataset's own files."""
+        if not isinstance(cell, dict) or set(cell) != {"bytes", "path"} or cell["bytes"] is not None:
+            return cell
+        address = str(cell["path"])
+        if not address.startswith(self._home) or ".." in address.split("/"):
+            return cell
+        import fsspec
+
+        with fsspec.open(address, "rb") as file:
+            return {"bytes": file.read(), "path": address.rpartition("/")[2]}
+
+
+def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
+    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
+    streamed = builder.as_streaming_dataset(split=split).decode(False)
+    splits = builder.info.splits or {}
+    is_folder = builder.name == "imagefolder"
+    if is_folder and any(map(_is_packed, builder.config.data_files[split])):
+        return None  # the addresses of its pictures are not those of files
+    if split in splits and splits[split].num_examples:
+        num_rows = int(splits[split].num_examples)
+    elif is_folder:
+        num_rows = sum(1 for _ in streamed)  # names only: no picture is fetched
+    else:
+        return None
+    features = streamed.features or streamed._resolve_features().features
+    return StreamedRows(
+        lambda start: iter(streamed.skip(start) if start else streamed),
+        features.arrow_schema,
+        num_rows,
+        f"hf://datasets/{name}@{revision}/",
+        patience,
+    )
+
+
+def _is_packed(file: str) -> bool:
+    return str(file).lower().endswith((".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z", ".rar"))
+
+
+# ---- source ----------------------------------------------------------------------------------------------------------
+# Rows of a dataset by address, undecoded.
+#
+# A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
+# local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
+# is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything
+# else that `datasets` can load is streamed where that is asked for, or memory-mapped by it. What the Hub fails to give
+# is asked for again from where it broke off, for a while.
+
+
+SOURCE_RETRY_S = 600.0
+LONGEST_SOURCE_PAUSE_S = 30.0
+FOOTER_THREADS = 16
+MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
+PIECE_BYTES = 8 * 1024**2
+REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
+BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Rows(Protocol):
+    """Rows by address. `read` gives the rows at `addresses`, in that order, with every column as it is stored."""
+
+    schema: pa.Schema
+    num_rows: int
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read the rows at `addresses` (0 ≤ address < num_rows)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A split of a dataset, and which of its rows are wanted, in which order.
+
+    `fingerprint` changes when the data changes (Hub: the commit; local: names and sizes of the files).
+    `roots` are the folders in which a path that stands in a cell may be opened: none for data from elsewhere.
+    `patience` is that with a Hub which fails to give the rows.
+    """
+
+    name: str
+    split: str
+    image_column: str
+    rows: Rows
+    order: Sequence[int]
+    fingerprint: str
+    is_private: bool
+    roots: tuple[Path, ...] = ()
+    patience: Patience = field(default_factory=lambda: Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S))
+
+    def read(self, positions: range) -> pa.Table:
+        """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        table = self.rows.read(self.order[positions.start : positions.stop])
+        return embed_pictures(table, self.image_column, self.roots) if self.roots else table
+
+
+def open_source(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    image_column: str | None = None,
+    max_samples: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    streaming: bool = False,
+) -> Source:
+    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
+
+    `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
+    Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    path = Path(name).expanduser()
+    is_local = path.exists()
+    patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
+    if not is_local and not HUB_ID.fullmatch(name):
+        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
+    try:
+        if is_local:
+            fingerprint, is_private, pinned = local_fingerprint(path), True, None
+        else:
+            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
+        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
+        found = _open_rows(wanted, patience)
+    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
+    rows, split_name, paths_are_ours = found
+    if not rows.num_rows:
+        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
+    roots: tuple[Path, ...] = ()
+    if is_local:
+        roots = (path if path.is_dir() else path.parent,)
+    elif paths_are_ours:
+        roots = _hub_roots(name)
+    return Source(
+        name=name,
+        split=split_name,
+        image_column=choose_image_column(rows.schema, image_column),
+        rows=rows,
+        order=choose_rows(rows.num_rows, max_samples, shuffle, seed),
+        fingerprint=fingerprint,
+        is_private=is_private,
+        roots=roots,
+        patience=patience,
+    )
+
+
+def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int) -> Sequence[int]:
+    """Which rows are wanted, in which order: addresses into a split of `num_rows` rows."""
+    count = num_rows if max_samples is None else min(max_samples, num_rows)
+    if not shuffle:
+        return range(count)
+    import numpy as np
+
+    chosen: Sequence[int] = np.random.default_rng(seed).permutation(num_rows)[:count]  # type: ignore[assignment]
+    return chosen
+
+
+def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
+    """Return the wanted column; or, where none is named, `image`, or the only column of images."""
+    column = _find_image_column(schema, wanted)
+    kind = schema.field(column).type
+    if not _may_hold_pictures(kind):
+        raise UsageError(
+            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+        )
+    return column
+
+
+def _may_hold_pictures(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
+
+
+def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
+    import datasets
+
+    if wanted is not None:
+        if wanted in schema.names:
+            return wanted
+        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
+    if "image" in schema.names:
+        return "image"
+    features = datasets.Features.from_arrow_schema(schema)
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    if len(images) == 1:
+        return str(images[0])
+    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+
+
+def local_fingerprint(path: Path) -> str:
+    """Fingerprint a local input by the names and sizes of its files: it moves with the data, not with the folder."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        relative = file.name if file == path else str(file.relative_to(path))
+        digest.update(json.dumps([relative, file.stat().st_size]).encode())
+    return f"files:{digest.hexdigest()[:32]}"
+
+
+def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
+    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().dataset_info(repo_id, revision=revision)
+    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
+
+
+def _hub_roots(repo_id: str) -> tuple[Path, ...]:
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which rows are to be opened, and how they will be read."""
+
+    name: str
+    config: str | None
+    split: str | None
+    revision: str | None
+    is_local: bool
+    streaming: bool
+    shuffled: bool
+
+
+def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
+    """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
+    import datasets
+
+    name, split, is_local = wanted.name, wanted.split, wanted.is_local
+    path = Path(name)
+    if is_local and is_saved(path):
+        saved, chosen = open_saved(path, split)
+        return MappedRows(saved), chosen, False
+    if is_local and path.is_file():
+        if path.suffix.lower() not in {".parquet", ".pq"}:
+            raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
+        chosen = choose_split(["train"], split)
+        return ParquetRows([name]), chosen, False
+    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
+    files = builder.config.data_files or {}
+    chosen = choose_split([str(key) for key in files], split)
+    if builder.name == "parquet":
+        return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
+    if wanted.streaming and not is_local:
+        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
+        if streamed:
+            return streamed, chosen, False
+        reason = (
+            "--shuffle reads it in another order"
+            if wanted.shuffled
+            else "how many rows it has stands nowhere, or it is packed"
+        )
+        say(f"{name} can't be streamed, for {reason}: downloading it")
+    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
+    return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one parquet file, and the address of its first row."""
+
+    file: str
+    index: int
+    start: int
+    num_rows: int
+
+
+class ParquetRows:
+    """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
+
+    def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
+        self._patience = patience or Patience(0.0)
+        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+            try:
+                footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
+            except BaseException:
+                self._patience.hurry(0.0)  # the pool waits for its threads
+                raise
+        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
+        self._starts = [group.start for group in self._groups]
+        self.num_rows = sum(group.num_rows for group in self._groups)
+        self.schema: pa.Schema = footers[0][1]
+        if features is not None:  # a card's `dataset_info` says more than a file without metadata
+            self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
+        self._lock = threading.Lock()
+        self._stream: tuple[int, Iterator[pa.RecordBatch], pa.Table] | None = None
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address; cheapest is a range that goes on where the last read ended."""
+        import pyarrow as pa
+
+        with self._lock:
+            if isinstance(addresses, range):
+                return pa.concat_tables(self._run(addresses.start, addresses.stop))
+            wanted = [int(address) for address in addresses]
+            found: dict[int, pa.Table] = {}
+            for address in sorted(set(wanted)):
+                # a copy, for a slice would keep the whole batch in memory
+                found[address] = pa.concat_tables(self._run(address, address + 1)).take([0])
+            return pa.concat_tables([found[address] for address in wanted])
+
+    def _run(self, start: int, stop: int) -> Iterator[pa.Table]:
+        while start < stop:
+            batch_start, batch = self._batch_at(start)
+            part = batch.slice(start - batch_start, min(stop, batch_start + batch.num_rows) - start)
+            yield part
+            start += part.num_rows
+
+    def _batch_at(self, address: int) -> tuple[int, pa.Table]:
+        """Return (address of its first row, batch) of the batch that holds `address`, trying again where that helps."""
+        import pyarrow as pa
+
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        place = f"reading {group.file}, row group {group.index},"
+        try:
+            if "://" in group.file:
+                return self._patience.call(lambda: self._sought(address), place)
+            return self._sought(address)
+        except (*network_errors(), pa.ArrowInvalid) as error:
+            raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _sought(self, address: int) -> tuple[int, pa.Table]:
+        """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""
+        if self._stream is None or not self._stream_reaches(address):
+            group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+            self._stream = (group.start, self._open(group), self.schema.empty_table())
+        start, batches, batch = self._stream
+        self._stream = None
+        while address >= start + batch.num_rows:
+            start += batch.num_rows
+            batch = self._fit(next(batches))
+        self._stream = (start, batches, batch)
+        return start, batch
+
+    def _stream_reaches(self, address: int) -> bool:
+        assert self._stream is not None
+        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
+        return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
+
+    def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
+        import pyarrow.parquet as pq
+
+        with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
+            reader = file
+            if file.metadata.row_group(group.index).total_byte_size > MOST_READ_AHEAD_BYTES:
+                # by itself pyarrow fetches a row group whole, which costs three times its size
+                reader = pq.ParquetFile(handle, metadata=file.metadata, pre_buffer=False, buffer_size=PIECE_BYTES)
+            yield from reader.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
+
+    def _fit(self, batch: pa.RecordBatch) -> pa.Table:
+        """Give a batch the schema of the first file: later files may order or widen their columns differently."""
+        import pyarrow as pa
+
+        table = pa.Table.from_batches([batch])
+        if table.schema.equals(self.schema, check_metadata=True):
+            return table
+        return table.select(self.schema.names).cast(self.schema.remove_metadata()).cast(self.schema)
+
+
+def _open_file(file: str) -> Any:
+    if "://" not in file:
+        return Path(file).open("rb")
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(file)
+    return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
+
+
+def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
+
+
+def _footer(file: str) -> tuple[list[int], pa.Schema]:
+    """Return (rows of each row group, schema) of a parquet file."""
+    import pyarrow.parquet as pq
+
+    with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
+        metadata = parquet.metadata
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        return counts, parquet.schema_arrow
+
+
+def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
+    start = 0
+    for file, group_rows in zip(files, counts, strict=True):
+        for index, num_rows in enumerate(group_rows):
+            if num_rows:
+                yield RowGroup(file, index, start, num_rows)
+            start += num_rows
+
+
+class MappedRows:
+    """Rows of a `datasets.Dataset`, memory-mapped and not decoded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._table = dataset.with_format("arrow")
+        self.num_rows: int = dataset.num_rows
+        self.schema: pa.Schema = dataset.features.arrow_schema
+
+    def read(self, addresses: Sequence[int]) -> pa.Table:
+        """Read rows by address."""
+        import pyarrow as pa
+
+        if isinstance(addresses, range):
+            table = self._table[addresses.start : addresses.stop]
+        else:
+            table = pa.concat_tables([self._table[int(address) : int(address) + 1] for address in addresses])
+        return table.cast(self.schema)
+
+
+def embed_pictures(table: pa.Table, column: str, roots: Sequence[Path]) -> pa.Table:
+    """Put the bytes of pictures that lie beside the table into its cells; a path outside `roots` stays a path.
+
+    As `datasets` does when it pushes: the cell then holds the bytes and the bare name of the file.
+    """
+    import pyarrow as pa
+
+    field = table.schema.field(column)
+    if not pa.types.is_struct(field.type) or {child.name for child in field.type} != {"bytes", "path"}:
+        return table
+    if not any(cell["bytes"].as_py() is None and cell["path"].is_valid for cell in table[column] if cell.is_valid):
+        return table
+    chunks = [pa.array([_embedded(cell.as_py(), roots)], type=field.type) for cell in table[column]]
+    return table.set_column(table.schema.names.index(column), field, pa.chunked_array(chunks, type=field.type))
+
+
+def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, Any] | None:
+    if cell is None or cell["bytes"] is not None or not cell["path"]:
+        return cell
+    inside = path_inside(cell["path"], roots)
+    if inside is None:
+        return cell
+    try:
+        return {"bytes": inside.read_bytes(), "path": Path(cell["path"]).name}
+    except OSError:
+        return cell
+
+
+def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
+    """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
+    if "\0" in path:
+        return None
+    for root in roots:
+        try:
+            real_root = root.resolve(strict=True)
+            real = (real_root / path).resolve(strict=True)
+        except (OSError, RuntimeError):
+            continue
+        if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
+            return real
+    return None
+
+
+# ---- flow ------------------------------------------------------------------------------------------------------------
+# The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#
+# Preparation runs ahead of the engine in as many threads as there are cores; so many pages and no more are with the
+# engine; so many blocks and no more are open. Memory does not grow with the dataset.
+
+
+OPEN_BLOCK_BYTES = 2 * 1024**3  # beyond this no further block is opened while another is open
 
 
 @dataclass(frozen=True)
@@ -3493,16 +4689,18 @@ class Job:
     plan: BlockPlan
     blocks: Blocks
     todo: Sequence[int]
-    limits: PageLimits
+    reading: Reading
     output_column: str
     settings: Mapping[str, Any]
     info: Mapping[str, Any]
     results_only: bool = False
+    extras: Extras = NO_EXTRAS
 
     def schema(self) -> pa.Schema:
         """Return the schema of a block."""
         without = self.source.image_column if self.results_only else None
-        return output_schema(self.source.rows.schema, self.output_column, self.settings, without=without)
+        schema = self.source.rows.schema
+        return output_schema(schema, self.output_column, self.settings, without=without, extras=self.extras)
 
 
 @dataclass
@@ -3533,15 +4731,15 @@ async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Wind
 
     Raises the first `JobError` of the engine, the source or the disk; blocks that were closed stay.
     """
-    with ThreadPoolExecutor(count_cores(), thread_name_prefix="prepare") as pool:
-        run = _Run(job, engine, tally, window, pool)
-        try:
-            await run.to_the_end()
-        except* JobError as group:
-            raise _first(group) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
+    threads = Threads(count_cores(), job.reading.page_timeout_s)
+    run = _Run(job, engine, tally, window, Reader(job.reading, engine, tally, window, threads))
+    try:
+        await run.to_the_end()
+    except* JobError as group:
+        raise _first(group) from None
+    finally:
+        threads.close()
+        job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
 
 
 def _first(group: BaseExceptionGroup[JobError]) -> JobError:
@@ -3556,12 +4754,12 @@ class _Run(Generic[RequestT]):
     """One run of a job: the tasks and what bounds them."""
 
     def __init__(
-        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, pool: ThreadPoolExecutor
+        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, reader: Reader[RequestT]
     ) -> None:
         self._job = job
         self._engine = engine
         self._tally = tally
-        self._pool = pool
+        self._reader = reader
         self._schema = job.schema()
         self._closed = job.blocks.closed()
         self._window = window
@@ -3606,7 +4804,7 @@ class _Run(Generic[RequestT]):
         rows = job.source.read(positions)
         kept: Sequence[KeptRow | None] = [None] * rows.num_rows
         if number in self._closed:
-            kept = kept_rows(job.blocks, number, job.output_column)
+            kept = kept_rows(job.blocks, number, job.output_column, job.extras)
         return OpenBlock(
             number,
             job.source.order[positions.start : positions.stop],
@@ -3617,40 +4815,16 @@ class _Run(Generic[RequestT]):
         )
 
     async def _page(self, block: OpenBlock, index: int) -> None:
-        async def prepare() -> RequestT | Refusal:
-            self._tally.preparing += 1
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, block, index)
-            finally:
-                self._tally.preparing -= 1
+        def cell() -> object:
+            return block.rows[self._job.source.image_column][index].as_py()
 
         try:
-            request = await prepare()
-            if isinstance(request, Refusal):
-                result = refused(request.status, request.reason)
-            else:
-                result = await self._ask(request, prepare)
+            result = await self._reader.read(cell, int(block.addresses[index]))
         finally:
             self._window.ahead.leave()
         self._tally.count(result)
         if block.put(index, result):
             await self._close(block)
-
-    async def _ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
-        since = await self._window.acquire()
-        result = None
-        try:
-            with self._tally.asking():
-                result = await self._engine.ask(request, again)
-            return result
-        finally:
-            answered = result is not None and result.status != "error"
-            self._window.release(since, answered, (result.tokens if result else None) or 0)
-
-    def _prepare(self, block: OpenBlock, index: int) -> RequestT | Refusal:
-        cell = block.rows[self._job.source.image_column][index].as_py()
-        page = make_page(cell, self._job.limits)
-        return page if isinstance(page, Refusal) else self._engine.encode(page, int(block.addresses[index]))
 
     async def _close(self, block: OpenBlock) -> None:
         await asyncio.to_thread(self._write, block)
@@ -3669,6 +4843,7 @@ class _Run(Generic[RequestT]):
             job.info,
             addresses=block.addresses,
             kept_info=block.kept_info,
+            extras=job.extras,
         )
         try:
             job.blocks.write(block.number, table)
@@ -4608,6 +5783,21 @@ class CommonOptions:
         False, "input", "take the rows in an order drawn by --seed, which is then the output's order"
     )
 
+    frames: str = option(
+        "first",
+        "input",
+        "frames of a picture that has several (TIFF, GIF …): the first, or all, their texts joined by a form feed",
+        choices=("first", "all"),
+    )
+    max_pixels: int = option(
+        178_956_970, "input", "pixels a picture may have before it is decoded", metavar="N", minimum=1
+    )
+    page_timeout: float = option(
+        120.0, "input", "seconds one picture may take to be decoded and scaled", metavar="S", minimum=0.001
+    )
+    allow_truncated: bool = option(False, "input", "read pictures whose file breaks off, as far as they go")
+    skip_blank: bool = option(True, "input", "pages without ink are `blank` and not asked about")
+
     output_column: str = option(
         "markdown",
         "output",
@@ -4620,6 +5810,17 @@ class CommonOptions:
         "rows a block file; a killed run asks again at most for the blocks that were open",
         metavar="N",
         minimum=1,
+    )
+    drop_labels: str | None = option(
+        None,
+        "output",
+        "with --mode grounding: blocks to leave out of the text, such as header,footer,page_number",
+        metavar="LABELS",
+    )
+    fix_dollars: bool = option(True, "output", r"repair escaped math delimiters (\$x\$) and leave prices alone")
+    keep_raw: bool = option(False, "output", "keep the text as the engine gave it, in a _raw column")
+    confidence: bool = option(
+        False, "output", "mean and lowest token probability of a page, in a _confidence column; engines with logprobs"
     )
     overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
     resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
@@ -4639,6 +5840,13 @@ class CommonOptions:
         None, "model", "branch, tag or commit of the model (default: main)", metavar="REV"
     )
 
+    mode: str = option(
+        "text",
+        "model",
+        "text, or grounding: the layout too, in a _blocks column (LightOnOCR-3)",
+        choices=("text", "grounding"),
+    )
+
     temperature: float | None = option(
         None, "sampling", "sampling temperature (default: the model's own)", metavar="T", minimum=0.0, maximum=2.0
     )
@@ -4649,6 +5857,13 @@ class CommonOptions:
         None, "sampling", "most tokens generated a page (default: the model's own)", metavar="N", minimum=1
     )
     seed: int = option(0, "sampling", "seed from which each page's own is derived", metavar="N", minimum=0)
+    retries_quality: int = option(
+        2,
+        "sampling",
+        "how often a page is asked again, warmer, whose text was cut off or loops; the best text is kept",
+        metavar="N",
+        minimum=0,
+    )
 
     max_model_len: int | None = option(
         None, "engine", "most tokens of a page and its text together (default: the model's own)", metavar="N", minimum=1
@@ -4710,7 +5925,11 @@ def make_parser(
         group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
         groups[meta["group"]] = group
         flag = f"--{item.name.replace('_', '-')}"
-        if kind is bool:
+        if kind is bool and item.default:
+            group.add_argument(
+                flag, default=True, action=argparse.BooleanOptionalAction, help=f"{meta['help']} (default: yes)"
+            )
+        elif kind is bool:
             group.add_argument(flag, action="store_true", help=meta["help"])
         else:
             group.add_argument(
@@ -4807,6 +6026,7 @@ class Run:
     output: Output
     way: Way = field(default_factory=Way)
     engine: str | None = None
+    context_tokens: int | None = None  # what the engine says its --max-model-len is
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
@@ -4841,20 +6061,21 @@ class Run:
         return shlex.join(["uv", "run", self.script, *self.argv])
 
 
-def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = "text") -> Run:
+def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     """Check the options against each other and the model; nothing is opened yet."""
     if options.private and options.public:
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
     _refuse_secrets(options)
+    text_rules(options)
     match = find_profile(options.model)
     profile = match.profile
     if match.how != "catalogue":
         say(f"{options.model}: {match}")
     sampling = profile.sampling
     question = Question(
-        words=prompt_words(profile, mode),
+        words=prompt_words(profile, options.mode),
         temperature=sampling.temperature if options.temperature is None else options.temperature,
         top_p=sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or sampling.max_tokens,
@@ -4864,6 +6085,34 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output)
+
+
+def text_rules(options: CommonOptions) -> TextRules:
+    """Say what is wanted of the texts; raise `UsageError` where the options make no sense together."""
+    is_grounding = options.mode == "grounding"
+    dropped = frozenset(label.strip() for label in (options.drop_labels or "").split(",") if label.strip())
+    if dropped and not is_grounding:
+        raise UsageError("--drop-labels goes with --mode grounding: without it a text has no labels")
+    if unknown := sorted(dropped - GROUNDING_LABELS):
+        labels = ", ".join(sorted(GROUNDING_LABELS))
+        raise UsageError(f"--drop-labels: {', '.join(unknown)} is no label of a block; there are {labels}")
+    return TextRules(is_grounding, dropped, options.fix_dollars, options.keep_raw)
+
+
+def page_limits(run: Run) -> PageLimits:
+    """Say what a page of this run may be."""
+    options = run.options
+    return PageLimits(
+        run.profile.longest_edge_px,
+        options.max_pixels,
+        allow_truncated=options.allow_truncated,
+        skip_blank=options.skip_blank,
+    )
+
+
+def extra_columns(options: CommonOptions) -> Extras:
+    """Say which columns are written beside those that always are."""
+    return Extras(blocks=options.mode == "grounding", raw=options.keep_raw, confidence=options.confidence)
 
 
 def _refuse_secrets(options: CommonOptions) -> None:
@@ -4891,7 +6140,12 @@ def preflight(run: Run) -> None:
         streaming=run.way.streams,
     )
     plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(source.rows.schema, options.output_column, results_only=run.way.results_only)
+    check_columns(
+        source.rows.schema,
+        options.output_column,
+        results_only=run.way.results_only,
+        extras=extra_columns(options),
+    )
     check_token(run.output)
     run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
@@ -4962,6 +6216,23 @@ def run_settings(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         "results_only": run.way.results_only,
+        "max_pixels": options.max_pixels,
+        **_quality(options),
+    }
+
+
+def _quality(options: CommonOptions) -> dict[str, Any]:
+    """Return what decides, beside the sampling, which text a page gets."""
+    return {
+        "mode": options.mode,
+        "drop_labels": sorted(text_rules(options).drop_labels),
+        "fix_dollars": options.fix_dollars,
+        "keep_raw": options.keep_raw,
+        "confidence": options.confidence,
+        "retries_quality": options.retries_quality,
+        "frames": options.frames,
+        "allow_truncated": options.allow_truncated,
+        "skip_blank": options.skip_blank,
     }
 
 
@@ -4980,6 +6251,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "max_tokens": question.max_tokens,
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
+        **_quality(options),
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -5029,11 +6301,20 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         plan=at.plan,
         blocks=at.blocks,
         todo=todo,
-        limits=PageLimits(run.profile.longest_edge_px),
+        reading=Reading(
+            page_limits(run),
+            run.question,
+            text_rules(run.options),
+            retries_quality=run.options.retries_quality,
+            context_tokens=run.context_tokens,
+            all_frames=run.options.frames == "all",
+            page_timeout_s=run.options.page_timeout,
+        ),
         output_column=run.options.output_column,
         settings=run_settings(run),
         info=run_info(run),
         results_only=run.way.results_only,
+        extras=extra_columns(run.options),
     )
 
 
@@ -5340,7 +6621,7 @@ def draw_canary() -> Image.Image:
 
 def what_is_wrong(canary: Canary, result: PageResult) -> str | None:
     """Return why the answer to the canary page shows that the engine can't be trusted; None where it is readable."""
-    answer = result.text or ""
+    answer = plain_text(parse_grounding(result.text or ""))  # a text without markers is as it was
     seen = f"{answer[:120]!r}{'…' if len(answer) > 120 else ''}"
     if result.status == "error" and result.text is None:
         return result.error or "no answer"
@@ -5632,6 +6913,7 @@ class Ready:
     endpoint: Endpoint
     engine: str
     canary_s: float
+    context_tokens: int | None  # what page and text may have together, where it says
 
 
 def get_ready(
@@ -5645,10 +6927,11 @@ def get_ready(
     if owner == "vllm" and version:
         check_version(trust, version, serves=True)
     card = next(card for card in models if card["id"] == endpoint.model)
-    check_context(trust, card.get("max_model_len"))
+    context = card.get("max_model_len")
+    check_context(trust, context)
     alive: Callable[[], None] = child.check_alive if child else lambda: None
     canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    return Ready(endpoint, engine, canary_s)
+    return Ready(endpoint, engine, canary_s, context if isinstance(context, int) else None)
 
 
 def is_up(url: str, key: str) -> bool:
@@ -5769,6 +7052,11 @@ class Server:
     def engine(self) -> str:
         """What it says it is, such as `vllm 0.32.0`."""
         return self.ready.engine
+
+    @property
+    def context_tokens(self) -> int | None:
+        """What page and text may have together, where it says."""
+        return self.ready.context_tokens
 
 
 class Keeper:
@@ -6391,11 +7679,19 @@ async def drive(
             on_retry=note_retry,
             guard=Supervisor(server, vigilance, tally.restarted),
             transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
+            more=more_fields(server.engine, confidence=options.confidence),
         )
         gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
         with beside(gauges.run(), steering.steer()), progress_shown(tally):
             await run_job(job, asker, tally, window)
+
+
+def more_fields(engine: str, *, confidence: bool) -> dict[str, Any]:
+    """Return the fields of a request beyond the question: those that stop loops, and those that ask for confidence."""
+    owner, _, version = engine.partition(" ")
+    more: dict[str, Any] = dict(repetition_field(version)) if owner == "vllm" else {}
+    return {**more, "logprobs": True, "top_logprobs": 0} if confidence else more
 
 
 async def _page_text(key: str, url: str) -> str | None:
@@ -6550,7 +7846,7 @@ def say_end(run: Run, code: int, message: str) -> None:
     if run.tally and run.tally.done:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
         took = duration(time.monotonic() - run.started)
-        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
+        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}{run.tally.remarks()}")
     outcome = Outcome(
         input=run.options.input,
         output=str(run.output),
@@ -6717,7 +8013,7 @@ def saturate_server(
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill
-    run.engine = server.engine
+    run.engine, run.context_tokens = server.engine, server.context_tokens
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
     window = Window(bounds_of(options), ahead=2 * count_cores())
     job = make_job(run, todo, dollars_per_hour=options.dollars_per_hour or price_here(os.environ))

@@ -12,14 +12,15 @@ import email.utils
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .confidence import Confidence, page_confidence
 from .errors import EngineError
 from .pages import Page, Refusal
-from .question import Question, page_messages, page_sampling
+from .question import Attempt, Question, page_messages, page_sampling
 from .result import PageResult, refused, result_of_answer
 from .transport import IN_REQUEST, Transport
 
@@ -112,14 +113,27 @@ class Body:
         return b"".join(reversed(self._pieces))
 
 
-def request_body(page: Page, row: int, question: Question, model: str, transport: Transport = IN_REQUEST) -> Body:
-    """Return the JSON body of the chat completion that asks `question` about `page`."""
+def request_body(
+    page: Page,
+    row: int,
+    question: Question,
+    model: str,
+    transport: Transport = IN_REQUEST,
+    attempt: Attempt | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Body:
+    """Return the JSON body of the chat completion that asks `question` about `page`.
+
+    `attempt` says how it is asked where that is not the page's own question; `more` are fields of the request that this
+    server knows.
+    """
     address = transport.address(page)
     image = {"type": "image_url", "image_url": {"url": URL_PLACE}}
     request: dict[str, Any] = {
         "model": model,
         "messages": page_messages(question, image),
-        **page_sampling(question, row),
+        **page_sampling(question, row, attempt),
+        **(more or {}),
     }
     if question.chat_template_kwargs:
         request["chat_template_kwargs"] = dict(question.chat_template_kwargs)
@@ -140,7 +154,9 @@ class Asker:
         on_retry: Callable[[Failure], None],
         guard: Guard,
         transport: Transport = IN_REQUEST,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
+        self._more = more
         self._transport = transport
         self.watch = guard.watch
         self._guard = guard
@@ -152,9 +168,9 @@ class Asker:
         self._last_answer = float("-inf")
         self._refusals_before_any_answer = 0
 
-    def encode(self, page: Page, row: int) -> Body:
+    def encode(self, page: Page, row: int, attempt: Attempt | None = None) -> Body:
         """Make the request for a page: work for a thread."""
-        return request_body(page, row, self._question, self._model, self._transport)
+        return request_body(page, row, self._question, self._model, self._transport, attempt, self._more)
 
     async def ask(self, body: Body, again: Callable[[], Awaitable[Body | Refusal]]) -> PageResult:
         """Ask until there is an answer, the page is refused, or its time is up; `again` makes the body anew.
@@ -263,7 +279,14 @@ def answered(answer: Any, attempts: int, latency_s: float) -> PageResult:
         prompt_tokens=usage.prompt_tokens if usage else None,
         attempts=attempts,
         latency_s=latency_s,
+        confidence=_confidence_in(choice),
     )
+
+
+def _confidence_in(choice: Any) -> Confidence | None:
+    """Read the log probabilities, where the server was asked for them and gives them."""
+    content = getattr(getattr(choice, "logprobs", None), "content", None)
+    return page_confidence([token.logprob for token in content]) if content else None
 
 
 def sort_error(error: Exception) -> Failure:

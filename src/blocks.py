@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import UsageError
-from .result import SOUND, PageResult
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -249,119 +248,6 @@ def check_settings_are_ours(where: str, stored: bytes | None, settings: Mapping[
         )
 
 
-def new_columns(output_column: str) -> tuple[str, ...]:
-    """Name the columns that a run adds, but for `inference_info`, which it appends to."""
-    return (output_column, f"{output_column}_status", f"{output_column}_error", f"{output_column}_tokens")
-
-
-def check_columns(schema: pa.Schema, output_column: str, *, results_only: bool = False) -> None:
-    """Raise `UsageError` where the input has a column that the run would add."""
-    if results_only and ROW_COLUMN in schema.names:
-        raise UsageError(f"the input already has the column {ROW_COLUMN!r}, which --results-only adds; leave that out")
-    clash = [column for column in new_columns(output_column) if column in schema.names]
-    if clash:
-        raise UsageError(
-            f"the input already has the column {', '.join(map(repr, clash))}; name another one with --output-column"
-        )
-
-
-def output_schema(
-    schema: pa.Schema, output_column: str, settings: Mapping[str, Any], *, without: str | None = None
-) -> pa.Schema:
-    """Return the schema of the output: the input's columns as they are, the new ones after them, features kept.
-
-    `without` names a column to leave out, the pictures; the row's place in the input's split stands there instead.
-    """
-    import datasets
-    import pyarrow as pa
-
-    text, status, error, tokens = new_columns(output_column)
-    kept = [column for column in schema if column.name not in {INFO_COLUMN, without}]
-    if without is not None:
-        kept.append(pa.field(ROW_COLUMN, pa.int64()))
-    strings = [pa.field(name, pa.string()) for name in (text, status, error)]
-    added = [*strings, pa.field(tokens, pa.int32()), pa.field(INFO_COLUMN, pa.string())]
-    features = datasets.Features.from_arrow_schema(schema)
-    features = datasets.Features({column.name: features[column.name] for column in kept if column.name in features})
-    for column in [*kept, *added]:
-        if column.name in features:
-            continue
-        features[column.name] = datasets.Value(str(column.type))
-    metadata = {
-        **(schema.metadata or {}),
-        **features.arrow_schema.metadata,
-        SETTINGS_KEY: json.dumps(settings, sort_keys=True).encode(),
-    }
-    return pa.schema([*kept, *added], metadata=metadata)
-
-
-def block_table(
-    rows: pa.Table,
-    results: Sequence[PageResult],
-    schema: pa.Schema,
-    output_column: str,
-    info: Mapping[str, Any],
-    *,
-    addresses: Sequence[int] = (),
-    kept_info: Sequence[str | None] = (),
-) -> pa.Table:
-    """Join rows and results, one each in the same order, to the table of a block.
-
-    `addresses` are the rows' places in the input's split, wanted where the schema has `row_index`. `kept_info` has the
-    `inference_info` of the rows whose results an earlier run left; None for those of this run.
-    """
-    import pyarrow as pa
-
-    if len(results) != rows.num_rows:
-        raise ValueError(f"{rows.num_rows} rows, but {len(results)} results")
-    earlier = rows[INFO_COLUMN].to_pylist() if INFO_COLUMN in rows.schema.names else [None] * rows.num_rows
-    values: dict[str, Any] = dict(
-        zip(
-            new_columns(output_column),
-            (
-                [None if result.text is None else storable(result.text) for result in results],
-                [result.status for result in results],
-                [None if result.error is None else storable(result.error) for result in results],
-                [result.tokens for result in results],
-            ),
-            strict=True,
-        )
-    )
-    values[INFO_COLUMN] = [
-        kept or appended_info(before, info)
-        for before, kept in zip(earlier, kept_info or [None] * rows.num_rows, strict=True)
-    ]
-    if ROW_COLUMN in schema.names and ROW_COLUMN not in rows.schema.names:  # the input may have one of its own
-        values[ROW_COLUMN] = [int(address) for address in addresses]
-    columns = [
-        pa.chunked_array([pa.array(values[column.name], type=column.type)])
-        if column.name in values
-        else rows[column.name]
-        for column in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-@dataclass(frozen=True)
-class KeptRow:
-    """What an earlier run left of a row: its result and its `inference_info`."""
-
-    result: PageResult
-    info: str | None
-
-
-def kept_rows(blocks: Blocks, number: int, output_column: str) -> list[KeptRow | None]:
-    """Return what a closed block holds of each row; None for the rows that failed."""
-    text, status, error, tokens = new_columns(output_column)
-    table = blocks.read(number, [text, status, error, tokens, INFO_COLUMN])
-    return [
-        KeptRow(PageResult(row[text], row[status], error=row[error], tokens=row[tokens]), row[INFO_COLUMN])
-        if row[status] in SOUND
-        else None
-        for row in table.to_pylist()
-    ]
-
-
 def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -> Counter[str]:
     """Count the statuses of all rows in some closed blocks."""
     counts: Counter[str] = Counter()
@@ -372,21 +258,7 @@ def count_statuses(blocks: Blocks, numbers: Iterable[int], output_column: str) -
 
 def statuses_of(blocks: Blocks, numbers: Iterable[int], output_column: str) -> dict[int, Counter[str]]:
     """Count the statuses in each of some closed blocks."""
-    column = new_columns(output_column)[1]
+    column = f"{output_column}_status"
     wanted = list(numbers)
     with ThreadPoolExecutor(COUNT_THREADS) as pool:
         return dict(zip(wanted, pool.map(lambda number: blocks.count(number, column), wanted), strict=True))
-
-
-def appended_info(before: str | None, info: Mapping[str, Any]) -> str:
-    """Append this run's entry to a row's `inference_info`, a JSON list; what was no list is kept as its first entry."""
-    try:
-        entries = json.loads(before) if before else []
-    except ValueError:
-        entries = [before]
-    return json.dumps([*(entries if isinstance(entries, list) else [entries]), dict(info)])
-
-
-def storable(text: str) -> str:
-    """Return text that UTF-8 can hold: halves of a surrogate pair joined, a half without its other one made U+FFFD."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import UsageError
+from .grounding import parse_grounding, plain_text
 from .pages import Page, PageLimits, Refusal, make_page
 from .result import PageResult
 
@@ -78,7 +79,7 @@ def draw_canary() -> Image.Image:
 
 def what_is_wrong(canary: Canary, result: PageResult) -> str | None:
     """Return why the answer to the canary page shows that the engine can't be trusted; None where it is readable."""
-    answer = result.text or ""
+    answer = plain_text(parse_grounding(result.text or ""))  # a text without markers is as it was
     seen = f"{answer[:120]!r}{'…' if len(answer) > 120 else ''}"
     if result.status == "error" and result.text is None:
         return result.error or "no answer"

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import os
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from .ask import Asker, Failure
 from .flow import Job, count_cores, run_job
 from .gauges import GaugeReader
 from .job import Run, engine_args, hosted_command
+from .loops import repetition_field
 from .machine import choose_flags, look_around, machine_line
 from .options import CommonOptions, option
 from .report import beside, progress_shown, say
@@ -128,11 +129,19 @@ async def drive(
             on_retry=note_retry,
             guard=Supervisor(server, vigilance, tally.restarted),
             transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
+            more=more_fields(server.engine, confidence=options.confidence),
         )
         gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
         with beside(gauges.run(), steering.steer()), progress_shown(tally):
             await run_job(job, asker, tally, window)
+
+
+def more_fields(engine: str, *, confidence: bool) -> dict[str, Any]:
+    """Return the fields of a request beyond the question: those that stop loops, and those that ask for confidence."""
+    owner, _, version = engine.partition(" ")
+    more: dict[str, Any] = dict(repetition_field(version)) if owner == "vllm" else {}
+    return {**more, "logprobs": True, "top_logprobs": 0} if confidence else more
 
 
 async def _page_text(key: str, url: str) -> str | None:

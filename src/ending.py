@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from .blocks import count_statuses, new_columns
+from .blocks import count_statuses
+from .columns import new_columns
 from .errors import JobError, UsageError
 from .interrupt import Interrupted, Interrupts
 from .job import Run, input_name, is_private, preflight, run_info, start_counting
@@ -160,7 +161,7 @@ def say_end(run: Run, code: int, message: str) -> None:
     if run.tally and run.tally.done:
         counts = ", ".join(f"{count} {status}" for status, count in sorted(run.statuses.items()))
         took = duration(time.monotonic() - run.started)
-        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}")
+        say(f"{run.tally.line()}; after {took}; in the output: {counts or 'nothing yet'}{run.tally.remarks()}")
     outcome = Outcome(
         input=run.options.input,
         output=str(run.output),

@@ -16,9 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from .confidence import Confidence, page_confidence
 from .errors import EngineError
 from .pages import Page, Refusal
-from .question import Question, page_messages, page_sampling
+from .question import Attempt, Question, page_messages, page_sampling
 from .result import PageResult, result_of_answer
 
 ADDED_BETWEEN_STEPS = (
@@ -68,11 +69,11 @@ class OfflineEngine:
         self._thread = threading.Thread(target=self._until_stopped, args=(work,), name="engine", daemon=True)
         self._thread.start()
 
-    def encode(self, page: Page, row: int) -> Ticket:
+    def encode(self, page: Page, row: int, attempt: Attempt | None = None) -> Ticket:
         """Make the request for a page: the image itself, as the server would have decoded it."""
         image = page.image if page.image.mode == "RGB" else page.image.convert("RGB")
         part = {"type": "image_pil", "image_pil": image}
-        return Ticket(page_messages(self._question, part), page_sampling(self._question, row))
+        return Ticket(page_messages(self._question, part), page_sampling(self._question, row, attempt))
 
     async def ask(self, request: Ticket, again: Callable[[], Awaitable[Ticket | Refusal]]) -> PageResult:
         """Wait for the answer; raise `EngineError` when the engine has died."""
@@ -208,6 +209,7 @@ class OfflineEngine:
             prompt_tokens=len(output.prompt_token_ids or ()),
             attempts=ticket.attempts,
             latency_s=time.monotonic() - ticket.started,
+            confidence=_confidence_of(completion),
         )
         if not ticket.answer.cancelled():
             ticket.answer.set_result(result)
@@ -219,6 +221,14 @@ class OfflineEngine:
         reason = f"{type(error).__name__}: {error}"[:500]
         if not ticket.answer.cancelled():
             ticket.answer.set_result(PageResult(None, "error", error=reason, attempts=ticket.attempts))
+
+
+def _confidence_of(completion: Any) -> Confidence | None:
+    """Read the log probabilities of the chosen tokens, where the sampling asked for them."""
+    steps = getattr(completion, "logprobs", None)
+    if not steps:
+        return None
+    return page_confidence([step[token].logprob for step, token in zip(steps, completion.token_ids, strict=True)])
 
 
 def _dead(how: str) -> EngineError:

@@ -9,40 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
-from .blocks import BlockPlan, Blocks, KeptRow, block_table, kept_rows, output_schema
+from .blocks import BlockPlan, Blocks
+from .columns import NO_EXTRAS, Extras, KeptRow, block_table, kept_rows, output_schema
 from .errors import JobError
-from .pages import Page, PageLimits, Refusal, make_page
+from .reader import Engine, Reader, Reading, RequestT
 from .report import Tally
-from .result import PageResult, refused
+from .result import PageResult
 from .source import Source
+from .threads import Threads
 from .window import Window
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-RequestT = TypeVar("RequestT")
 OPEN_BLOCK_BYTES = 2 * 1024**3  # beyond this no further block is opened while another is open
-
-
-class Engine(Protocol[RequestT]):
-    """What answers pages. `encode` is work for a thread, `ask` waits for the answer and asks again where that may help.
-
-    `watch` runs beside the pages and raises `EngineError` when the engine is gone.
-    """
-
-    def encode(self, page: Page, row: int) -> RequestT:
-        """Make the request for the page in `row` of the split."""
-
-    async def ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
-        """Return what became of the page."""
-
-    def watch(self) -> Coroutine[Any, Any, None]:
-        """Return never, or raise when the engine is gone."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +41,18 @@ class Job:
     plan: BlockPlan
     blocks: Blocks
     todo: Sequence[int]
-    limits: PageLimits
+    reading: Reading
     output_column: str
     settings: Mapping[str, Any]
     info: Mapping[str, Any]
     results_only: bool = False
+    extras: Extras = NO_EXTRAS
 
     def schema(self) -> pa.Schema:
         """Return the schema of a block."""
         without = self.source.image_column if self.results_only else None
-        return output_schema(self.source.rows.schema, self.output_column, self.settings, without=without)
+        schema = self.source.rows.schema
+        return output_schema(schema, self.output_column, self.settings, without=without, extras=self.extras)
 
 
 @dataclass
@@ -97,15 +83,15 @@ async def run_job(job: Job, engine: Engine[RequestT], tally: Tally, window: Wind
 
     Raises the first `JobError` of the engine, the source or the disk; blocks that were closed stay.
     """
-    with ThreadPoolExecutor(count_cores(), thread_name_prefix="prepare") as pool:
-        run = _Run(job, engine, tally, window, pool)
-        try:
-            await run.to_the_end()
-        except* JobError as group:
-            raise _first(group) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
+    threads = Threads(count_cores(), job.reading.page_timeout_s)
+    run = _Run(job, engine, tally, window, Reader(job.reading, engine, tally, window, threads))
+    try:
+        await run.to_the_end()
+    except* JobError as group:
+        raise _first(group) from None
+    finally:
+        threads.close()
+        job.source.patience.hurry(0.0)  # or the end would wait for a Hub that is away
 
 
 def _first(group: BaseExceptionGroup[JobError]) -> JobError:
@@ -120,12 +106,12 @@ class _Run(Generic[RequestT]):
     """One run of a job: the tasks and what bounds them."""
 
     def __init__(
-        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, pool: ThreadPoolExecutor
+        self, job: Job, engine: Engine[RequestT], tally: Tally, window: Window, reader: Reader[RequestT]
     ) -> None:
         self._job = job
         self._engine = engine
         self._tally = tally
-        self._pool = pool
+        self._reader = reader
         self._schema = job.schema()
         self._closed = job.blocks.closed()
         self._window = window
@@ -170,7 +156,7 @@ class _Run(Generic[RequestT]):
         rows = job.source.read(positions)
         kept: Sequence[KeptRow | None] = [None] * rows.num_rows
         if number in self._closed:
-            kept = kept_rows(job.blocks, number, job.output_column)
+            kept = kept_rows(job.blocks, number, job.output_column, job.extras)
         return OpenBlock(
             number,
             job.source.order[positions.start : positions.stop],
@@ -181,40 +167,16 @@ class _Run(Generic[RequestT]):
         )
 
     async def _page(self, block: OpenBlock, index: int) -> None:
-        async def prepare() -> RequestT | Refusal:
-            self._tally.preparing += 1
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._pool, self._prepare, block, index)
-            finally:
-                self._tally.preparing -= 1
+        def cell() -> object:
+            return block.rows[self._job.source.image_column][index].as_py()
 
         try:
-            request = await prepare()
-            if isinstance(request, Refusal):
-                result = refused(request.status, request.reason)
-            else:
-                result = await self._ask(request, prepare)
+            result = await self._reader.read(cell, int(block.addresses[index]))
         finally:
             self._window.ahead.leave()
         self._tally.count(result)
         if block.put(index, result):
             await self._close(block)
-
-    async def _ask(self, request: RequestT, again: Callable[[], Awaitable[RequestT | Refusal]]) -> PageResult:
-        since = await self._window.acquire()
-        result = None
-        try:
-            with self._tally.asking():
-                result = await self._engine.ask(request, again)
-            return result
-        finally:
-            answered = result is not None and result.status != "error"
-            self._window.release(since, answered, (result.tokens if result else None) or 0)
-
-    def _prepare(self, block: OpenBlock, index: int) -> RequestT | Refusal:
-        cell = block.rows[self._job.source.image_column][index].as_py()
-        page = make_page(cell, self._job.limits)
-        return page if isinstance(page, Refusal) else self._engine.encode(page, int(block.addresses[index]))
 
     async def _close(self, block: OpenBlock) -> None:
         await asyncio.to_thread(self._write, block)
@@ -233,6 +195,7 @@ class _Run(Generic[RequestT]):
             job.info,
             addresses=block.addresses,
             kept_info=block.kept_info,
+            extras=job.extras,
         )
         try:
             job.blocks.write(block.number, table)

@@ -18,12 +18,13 @@ from .blocks import (
     BlockPlan,
     Blocks,
     Shard,
-    check_columns,
     check_settings_are_ours,
     statuses_of,
 )
+from .columns import Extras, check_columns
 from .errors import UsageError
 from .flow import Job
+from .grounding import GROUNDING_LABELS
 from .hub_blocks import HubBlocks
 from .models import ModelProfile, find_profile, prompt_words
 from .options import CommonOptions
@@ -38,6 +39,8 @@ from .publish import (
     names_split,
 )
 from .question import Question
+from .reader import Reading
+from .reading import TextRules
 from .report import Tally, say
 from .result import SOUND
 from .source import Source, open_source
@@ -82,6 +85,7 @@ class Run:
     output: Output
     way: Way = field(default_factory=Way)
     engine: str | None = None
+    context_tokens: int | None = None  # what the engine says its --max-model-len is
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
@@ -116,20 +120,21 @@ class Run:
         return shlex.join(["uv", "run", self.script, *self.argv])
 
 
-def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = "text") -> Run:
+def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     """Check the options against each other and the model; nothing is opened yet."""
     if options.private and options.public:
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
     _refuse_secrets(options)
+    text_rules(options)
     match = find_profile(options.model)
     profile = match.profile
     if match.how != "catalogue":
         say(f"{options.model}: {match}")
     sampling = profile.sampling
     question = Question(
-        words=prompt_words(profile, mode),
+        words=prompt_words(profile, options.mode),
         temperature=sampling.temperature if options.temperature is None else options.temperature,
         top_p=sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or sampling.max_tokens,
@@ -139,6 +144,34 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], mode: str = 
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output)
+
+
+def text_rules(options: CommonOptions) -> TextRules:
+    """Say what is wanted of the texts; raise `UsageError` where the options make no sense together."""
+    is_grounding = options.mode == "grounding"
+    dropped = frozenset(label.strip() for label in (options.drop_labels or "").split(",") if label.strip())
+    if dropped and not is_grounding:
+        raise UsageError("--drop-labels goes with --mode grounding: without it a text has no labels")
+    if unknown := sorted(dropped - GROUNDING_LABELS):
+        labels = ", ".join(sorted(GROUNDING_LABELS))
+        raise UsageError(f"--drop-labels: {', '.join(unknown)} is no label of a block; there are {labels}")
+    return TextRules(is_grounding, dropped, options.fix_dollars, options.keep_raw)
+
+
+def page_limits(run: Run) -> PageLimits:
+    """Say what a page of this run may be."""
+    options = run.options
+    return PageLimits(
+        run.profile.longest_edge_px,
+        options.max_pixels,
+        allow_truncated=options.allow_truncated,
+        skip_blank=options.skip_blank,
+    )
+
+
+def extra_columns(options: CommonOptions) -> Extras:
+    """Say which columns are written beside those that always are."""
+    return Extras(blocks=options.mode == "grounding", raw=options.keep_raw, confidence=options.confidence)
 
 
 def _refuse_secrets(options: CommonOptions) -> None:
@@ -166,7 +199,12 @@ def preflight(run: Run) -> None:
         streaming=run.way.streams,
     )
     plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(source.rows.schema, options.output_column, results_only=run.way.results_only)
+    check_columns(
+        source.rows.schema,
+        options.output_column,
+        results_only=run.way.results_only,
+        extras=extra_columns(options),
+    )
     check_token(run.output)
     run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
@@ -237,6 +275,23 @@ def run_settings(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         "results_only": run.way.results_only,
+        "max_pixels": options.max_pixels,
+        **_quality(options),
+    }
+
+
+def _quality(options: CommonOptions) -> dict[str, Any]:
+    """Return what decides, beside the sampling, which text a page gets."""
+    return {
+        "mode": options.mode,
+        "drop_labels": sorted(text_rules(options).drop_labels),
+        "fix_dollars": options.fix_dollars,
+        "keep_raw": options.keep_raw,
+        "confidence": options.confidence,
+        "retries_quality": options.retries_quality,
+        "frames": options.frames,
+        "allow_truncated": options.allow_truncated,
+        "skip_blank": options.skip_blank,
     }
 
 
@@ -255,6 +310,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "max_tokens": question.max_tokens,
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
+        **_quality(options),
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -304,9 +360,18 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         plan=at.plan,
         blocks=at.blocks,
         todo=todo,
-        limits=PageLimits(run.profile.longest_edge_px),
+        reading=Reading(
+            page_limits(run),
+            run.question,
+            text_rules(run.options),
+            retries_quality=run.options.retries_quality,
+            context_tokens=run.context_tokens,
+            all_frames=run.options.frames == "all",
+            page_timeout_s=run.options.page_timeout,
+        ),
         output_column=run.options.output_column,
         settings=run_settings(run),
         info=run_info(run),
         results_only=run.way.results_only,
+        extras=extra_columns(run.options),
     )

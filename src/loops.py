@@ -1,4 +1,4 @@
-"""Does a text end in a loop, as a decoder falls into one, and what to ask then.
+"""Does a text end in a loop, as a decoder falls into one.
 
 The measure is what a sheet of paper can hold. A school page of one word, a litany, a table of zeros or a row of
 dotted leaders repeats itself honestly, but within a page's rows and letters; a decoder in a loop goes on until it is
@@ -16,14 +16,12 @@ same. Measured on `tests/loops/`: precision and recall stand in `tests/test_loop
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .question import Question, page_seed
 from .result import PageResult
 
 SEARCHED_CHARACTERS = 32_000  # a period is looked for in so much of the end, and followed back from there
@@ -270,70 +268,7 @@ def _stale_from(grams: Sequence[tuple[str, ...]]) -> int:
     return first
 
 
-# What to ask then
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """How a page is asked this time; `max_tokens` None: the server gives what is left of the context."""
-
-    temperature: float
-    seed: int
-    max_tokens: int | None
-
-
-ASKED_AGAIN = frozenset({"truncated", "repetition"})
-WARMER_EACH_TIME = 0.2
-WARMEST = 0.8
-BEST_FIRST = ("ok", "blank", "truncated", "repetition", "error")
-
-
-def attempt_seed(seed: int, row: int, attempt: int) -> int:
-    """Derive the sampling seed of an attempt at the page in `row`; attempt 0 is the page's own question."""
-    if attempt == 0:
-        return page_seed(seed, row)
-    digest = hashlib.blake2b(f"{seed}:{row}:{attempt}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def next_attempt(
-    question: Question, row: int, attempt: int, last_status: str, context_left: int | None = None
-) -> Attempt:
-    """Return how to ask about the page in `row` for the `attempt`-th time after the first, which was attempt 0.
-
-    Another seed; a higher temperature, up to `WARMEST` (a question warmer than that stays as warm); after a truncation
-    twice the tokens, four times, … as far as `context_left`, the context less the prompt, is known to allow. A function
-    of its arguments alone, so that offline, served and resumed runs ask the same.
-    """
-    warmer = min(WARMEST, question.temperature + WARMER_EACH_TIME * attempt)
-    most = question.max_tokens
-    if last_status == "truncated" and most is not None and context_left is not None:
-        most = max(most, min(most * 2**attempt, context_left))
-    return Attempt(
-        temperature=round(max(question.temperature, warmer), 4),
-        seed=attempt_seed(question.seed, row, attempt),
-        max_tokens=most,
-    )
-
-
-def better(a: PageResult, b: PageResult) -> PageResult:
-    """Return the better of two attempts at a page; the earlier one, `a`, where nothing speaks for `b`.
-
-    By status: ok, truncated, repetition, error. Between two truncated texts the longer one; between two that loop the
-    one that has more before the loop. Of two ok ones the earlier: its sampling is the nearer to the model's own.
-    """
-    return max(a, b, key=_merit)
-
-
-def _merit(result: PageResult) -> tuple[int, int]:
-    text = result.text or ""
-    rank = -BEST_FIRST.index(result.status)
-    if result.status == "truncated":
-        return rank, len(text)
-    if result.status == "repetition":
-        loop = find_loop(text, finished=False)
-        return rank, loop.start if loop else len(text)
-    return rank, 0
+# What the engine can do about it
 
 
 def repetition_field(vllm_version: str | None) -> dict[str, dict[str, int]]:

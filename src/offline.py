@@ -53,6 +53,7 @@ from .errors import EngineError, JobError, UsageError
 from .flow import Job, count_cores, run_job
 from .interrupt import Interrupts
 from .job import Run, begin, engine_args, hosted_command, make_job
+from .loops import repetition_field
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
 from .orphans import end_children_with_us
@@ -176,13 +177,14 @@ def ask_engine(
         told = f"{why}\n" if why else ""
         raise EngineError(f"the engine did not start: {told}{type(error).__name__}: {error}") from error
     run.engine = f"vllm {vllm.__version__}"
+    run.context_tokens = llm.llm_engine.vllm_config.model_config.max_model_len
     stack.callback(shut_down, llm)
-    check_context(trust, llm.llm_engine.vllm_config.model_config.max_model_len)
+    check_context(trust, run.context_tokens)
     check_canary(trust, functools.partial(ask_about_canary, llm, vllm.SamplingParams, run.question), run.engine)
     engine = OfflineEngine(
         llm,
         run.question,
-        vllm.SamplingParams,
+        functools.partial(vllm.SamplingParams, **more_sampling(vllm.__version__, confidence=options.confidence)),
         batch_size=options.batch_size,
         is_death=is_engine_death,
         is_gone=functools.partial(is_engine_gone, llm),
@@ -190,6 +192,16 @@ def ask_engine(
     stack.callback(engine.stop)
     window = fixed_window(options.concurrency, ahead=2 * count_cores())
     interrupts.run(feed(make_job(run, todo), run, engine, window))
+
+
+def more_sampling(vllm_version: str, *, confidence: bool) -> dict[str, Any]:
+    """Return the sampling beyond the question: what stops loops, and what asks for confidence."""
+    more: dict[str, Any] = {"logprobs": 0} if confidence else {}
+    for name, limits in repetition_field(vllm_version).items():
+        from vllm.sampling_params import RepetitionDetectionParams
+
+        more[name] = RepetitionDetectionParams(**limits)
+    return more
 
 
 def ask_about_canary(

@@ -61,6 +61,21 @@ class CommonOptions:
         False, "input", "take the rows in an order drawn by --seed, which is then the output's order"
     )
 
+    frames: str = option(
+        "first",
+        "input",
+        "frames of a picture that has several (TIFF, GIF …): the first, or all, their texts joined by a form feed",
+        choices=("first", "all"),
+    )
+    max_pixels: int = option(
+        178_956_970, "input", "pixels a picture may have before it is decoded", metavar="N", minimum=1
+    )
+    page_timeout: float = option(
+        120.0, "input", "seconds one picture may take to be decoded and scaled", metavar="S", minimum=0.001
+    )
+    allow_truncated: bool = option(False, "input", "read pictures whose file breaks off, as far as they go")
+    skip_blank: bool = option(True, "input", "pages without ink are `blank` and not asked about")
+
     output_column: str = option(
         "markdown",
         "output",
@@ -73,6 +88,17 @@ class CommonOptions:
         "rows a block file; a killed run asks again at most for the blocks that were open",
         metavar="N",
         minimum=1,
+    )
+    drop_labels: str | None = option(
+        None,
+        "output",
+        "with --mode grounding: blocks to leave out of the text, such as header,footer,page_number",
+        metavar="LABELS",
+    )
+    fix_dollars: bool = option(True, "output", r"repair escaped math delimiters (\$x\$) and leave prices alone")
+    keep_raw: bool = option(False, "output", "keep the text as the engine gave it, in a _raw column")
+    confidence: bool = option(
+        False, "output", "mean and lowest token probability of a page, in a _confidence column; engines with logprobs"
     )
     overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
     resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
@@ -92,6 +118,13 @@ class CommonOptions:
         None, "model", "branch, tag or commit of the model (default: main)", metavar="REV"
     )
 
+    mode: str = option(
+        "text",
+        "model",
+        "text, or grounding: the layout too, in a _blocks column (LightOnOCR-3)",
+        choices=("text", "grounding"),
+    )
+
     temperature: float | None = option(
         None, "sampling", "sampling temperature (default: the model's own)", metavar="T", minimum=0.0, maximum=2.0
     )
@@ -102,6 +135,13 @@ class CommonOptions:
         None, "sampling", "most tokens generated a page (default: the model's own)", metavar="N", minimum=1
     )
     seed: int = option(0, "sampling", "seed from which each page's own is derived", metavar="N", minimum=0)
+    retries_quality: int = option(
+        2,
+        "sampling",
+        "how often a page is asked again, warmer, whose text was cut off or loops; the best text is kept",
+        metavar="N",
+        minimum=0,
+    )
 
     max_model_len: int | None = option(
         None, "engine", "most tokens of a page and its text together (default: the model's own)", metavar="N", minimum=1
@@ -163,7 +203,11 @@ def make_parser(
         group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
         groups[meta["group"]] = group
         flag = f"--{item.name.replace('_', '-')}"
-        if kind is bool:
+        if kind is bool and item.default:
+            group.add_argument(
+                flag, default=True, action=argparse.BooleanOptionalAction, help=f"{meta['help']} (default: yes)"
+            )
+        elif kind is bool:
             group.add_argument(flag, action="store_true", help=meta["help"])
         else:
             group.add_argument(

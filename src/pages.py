@@ -2,16 +2,18 @@
 
 `make_page` is the whole of it: pure, the same in every script, called from many threads at once, and it never raises.
 In order: the bytes (a path only inside the dataset's own folder), the header (known raster formats, sides, pixels),
-the pixels (whole files only, the first frame), upright, flat (8 bits, "L" or "RGB", transparency over white), fitted,
-and not blank. Gray stays gray: the server makes RGB of it with the same pixels, and here it is a third of the work.
+the pixels (whole files only, one frame), upright, flat (8 bits, "L" or "RGB", transparency over white, its colour
+profile), fitted, and not blank. Gray stays gray: the server makes RGB of it with the same pixels, and here it is a
+third of the work.
 """
 
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from .cells import UnfitCellError, cell_bytes
 from .ink import is_blank
 from .pixels import flatten, gray_if_it_is
 from .png import png_file
@@ -25,14 +27,21 @@ if TYPE_CHECKING:
 PAGE_FORMATS = ("JPEG", "PNG", "TIFF", "WEBP", "JPEG2000", "BMP", "GIF", "AVIF", "PPM")
 SMALLEST_SIDE_PX = 28  # one image token
 LARGEST_ASPECT = 200
+MANY_FRAMES = frozenset({"TIFF", "GIF", "WEBP", "PNG", "AVIF"})  # not MPO: its other frames are the same photo
+MOST_FRAMES = 1_000  # asked about; each costs a request, and a GIF's frame n costs n decodings
 
 
 @dataclass(frozen=True)
 class PageLimits:
-    """What a page may be: the longest edge the model was trained on, and how many pixels are decoded at all."""
+    """What a page may be: the longest edge the model was trained on, and how many pixels are decoded at all.
+
+    `allow_truncated`: a file that breaks off is read as far as it goes. `skip_blank`: a page without ink is no page.
+    """
 
     longest_edge_px: int
     max_pixels: int = 178_956_970  # vLLM's own limit (VLLM_MAX_IMAGE_PIXELS), twice Pillow's default
+    allow_truncated: bool = False
+    skip_blank: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Page:
 
     image: Image.Image  # mode "L" or "RGB", upright, longest side ≤ the limit, never upscaled
     original: bytes | None  # the JPEG file itself, where it needs no change: decoding it gives `image`
+    frames: int = 1  # in the picture
+    has_ink: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,22 +60,23 @@ class Refusal:
 
     status: str  # "error" or "blank"
     reason: str
+    frames: int = 1
 
 
-class _UnfitCellError(Exception):
-    """The cell can't become a page; the message is the reason."""
-
-
-def make_page(cell: object, limits: PageLimits, root: Path | None = None) -> Page | Refusal:
-    """Make a page of a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
+def make_page(cell: object, limits: PageLimits, root: Path | None = None, frame: int = 0) -> Page | Refusal:
+    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
 
     A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
     """
     try:
-        data = _cell_bytes(cell, root)
-        page = _prepare_page(data, limits)
-        return Refusal("blank", "no ink on the page") if is_blank(page.image) else page
-    except _UnfitCellError as error:
+        data = cell_bytes(cell, root)
+        page = _prepare_page(data, limits, frame)
+        if not is_blank(page.image):
+            return page
+        return (
+            Refusal("blank", "no ink on the page", page.frames) if limits.skip_blank else replace(page, has_ink=False)
+        )
+    except UnfitCellError as error:
         return Refusal("error", str(error))
     except MemoryError:
         return Refusal("error", "not enough memory to decode the picture")
@@ -85,51 +97,22 @@ def target_size(size: tuple[int, int], longest_edge_px: int) -> tuple[int, int]:
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-# --- the bytes -------------------------------------------------------------------------------------------------------
-
-
-def _cell_bytes(cell: object, root: Path | None) -> bytes:
-    path: object = None
-    if isinstance(cell, dict):
-        fields = cast("dict[str, object]", cell)
-        cell, path = fields.get("bytes"), fields.get("path")
-    if cell is None and path is None:
-        raise _UnfitCellError("no picture in this row")
-    if cell is None:
-        return _file_bytes(path, root)
-    if not isinstance(cell, bytes | bytearray | memoryview):
-        raise _UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
-    if len(cell) == 0:
-        raise _UnfitCellError("the picture has 0 bytes")
-    return bytes(cell)
-
-
-def _file_bytes(path: object, root: Path | None) -> bytes:
-    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
-    if not isinstance(path, str):
-        raise _UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
-    if root is None:
-        raise _UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
-    try:
-        inside = root.resolve(strict=True)
-        real = (inside / path).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
-        raise _UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
-    if not real.is_relative_to(inside):
-        raise _UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
-    if not real.is_file():
-        raise _UnfitCellError(f"the picture's path is no regular file: {path!r}")
-    return real.read_bytes()
-
-
 # --- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _prepare_page(data: bytes, limits: PageLimits) -> Page:
-    from PIL import Image
+def _prepare_page(data: bytes, limits: PageLimits, frame: int) -> Page:
+    from PIL import Image, ImageFile
 
     opened = _open_picture(data)
     _check_size(opened.size, limits)
+    frames = _count_frames(data) if opened.format in MANY_FRAMES else 1
+    if frame:
+        opened.seek(frame)
+        _check_size(opened.size, limits)
+    # Pillow has this switch alone; all pages of a run set it to the same.
+    ImageFile.LOAD_TRUNCATED_IMAGES = limits.allow_truncated
+    # Not `draft`, JPEG decoded at a reduced scale: it costs a third, but on real scans it moves pixels by 1.2 gray
+    # levels (RMS, at most 27) where the scale is twice the target's, by 7 (59) below; another filter, by 0.6 and 2.8.
     opened.load()  # a truncated file raises here
     orientation = _orientation(opened)
     upright = opened if orientation == 1 else opened.transpose(Image.Transpose(_TURNS[orientation]))
@@ -139,16 +122,26 @@ def _prepare_page(data: bytes, limits: PageLimits) -> Page:
         white_is_zero=getattr(opened, "tag_v2", {}).get(262) == 0,
         # Only Adobe stores ink inverted; Pillow takes it for granted.
         ink_as_it_is=opened.format == "JPEG" and "adobe" not in opened.info,
+        colour_profile=opened.info.get("icc_profile"),
     )
     size = target_size(image.size, limits.longest_edge_px)
     # Metadata can make a small picture a large file, then its pixels are the cheaper way.
     is_small_enough = len(data) <= size[0] * size[1] * len(image.getbands())
-    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough:
+    is_whole = not limits.allow_truncated  # a server would refuse a file that breaks off
+    if image is opened and size == image.size and opened.format == "JPEG" and is_small_enough and is_whole:
         return Page(_bare(image), data)
     image = gray_if_it_is(image)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    return Page(_bare(image), None)
+    return Page(_bare(image), None, frames)
+
+
+def _count_frames(data: bytes) -> int:
+    """Count the frames of a picture, without decoding them; one where the file is too broken to say."""
+    try:
+        return max(1, int(getattr(_open_picture(data), "n_frames", 1)))
+    except Exception:  # noqa: BLE001  the first frame may be whole all the same
+        return 1
 
 
 def _bare(image: Image.Image) -> Image.Image:
@@ -170,7 +163,7 @@ def _open_picture(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data), formats=PAGE_FORMATS)
     except UnidentifiedImageError:
-        raise _UnfitCellError(_unknown_format(data)) from None
+        raise UnfitCellError(_unknown_format(data)) from None
 
 
 def _unknown_format(data: bytes) -> str:
@@ -186,13 +179,13 @@ def _unknown_format(data: bytes) -> str:
 def _check_size(size: tuple[int, int], limits: PageLimits) -> None:
     width, height = size
     if width * height > limits.max_pixels:
-        raise _UnfitCellError(
+        raise UnfitCellError(
             f"{width}x{height} is {width * height:,} pixels, more than the limit of {limits.max_pixels:,}"
         )
     if min(size) < SMALLEST_SIDE_PX:
-        raise _UnfitCellError(f"{width}x{height} is too small: a side has under {SMALLEST_SIDE_PX} px")
+        raise UnfitCellError(f"{width}x{height} is too small: a side has under {SMALLEST_SIDE_PX} px")
     if max(size) > LARGEST_ASPECT * min(size):
-        raise _UnfitCellError(f"{width}x{height} is no page: one side is over {LARGEST_ASPECT} times the other")
+        raise UnfitCellError(f"{width}x{height} is no page: one side is over {LARGEST_ASPECT} times the other")
 
 
 # EXIF orientation → Image.Transpose: 2 FLIP_LEFT_RIGHT, 3 ROTATE_180, 4 FLIP_TOP_BOTTOM, 5 TRANSPOSE, 6 ROTATE_270,

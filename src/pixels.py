@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
+from .profiles import profiled
+
 if TYPE_CHECKING:
     from PIL import Image
 
 
-def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
-    """The same picture in 8 bits, "L" or "RGB". Colour profiles (issue 6) have their place here, before all else."""
+def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool, colour_profile: object = None) -> Image.Image:
+    """The same picture in 8 bits, "L" or "RGB", as its colour profile means it."""
+    image = profiled(_in_8_bits(image, white_is_zero, ink_as_it_is), colour_profile)
+    return image if image.mode in {"L", "RGB"} else image.convert("RGB")
+
+
+def _in_8_bits(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Image.Image:
+    """The same picture in 8 bits, "L", "RGB" or "CMYK"."""
     from PIL import ImageChops
 
     mode = image.mode
@@ -24,8 +32,8 @@ def flatten(image: Image.Image, white_is_zero: bool, ink_as_it_is: bool) -> Imag
         return image.convert("L")
     if mode == "LAB":
         return _lab_to_rgb(image)
-    if mode == "CMYK" and ink_as_it_is:
-        image = ImageChops.invert(image)
+    if mode == "CMYK":
+        return ImageChops.invert(image) if ink_as_it_is else image
     return image.convert("RGB")
 
 

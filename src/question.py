@@ -23,10 +23,28 @@ class Question:
     chat_template_kwargs: Mapping[str, Any]
 
 
-def page_seed(seed: int, row: int) -> int:
-    """Derive the sampling seed (31 bits) of the page in `row` of the split from the run's seed."""
-    digest = hashlib.blake2b(f"{seed}:{row}".encode(), digest_size=4).digest()
+@dataclass(frozen=True)
+class Attempt:
+    """How a page is asked this time; `max_tokens` None: the server gives what is left of the context."""
+
+    temperature: float
+    seed: int
+    max_tokens: int | None
+
+
+def page_seed(seed: int, row: int, frame: int = 0, attempt: int = 0) -> int:
+    """Derive the sampling seed (31 bits) of a page from the run's seed.
+
+    `row` is the page's place in the split, `frame` its place in a picture of several; attempt 0 is its own question.
+    """
+    place = f"{seed}:{row}" + f"/{frame}" * bool(frame) + f":{attempt}" * bool(attempt)
+    digest = hashlib.blake2b(place.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def first_attempt(question: Question, row: int, frame: int = 0) -> Attempt:
+    """Return the page's own question: the sampling of the run, and the page's seed."""
+    return Attempt(question.temperature, page_seed(question.seed, row, frame), question.max_tokens)
 
 
 def page_messages(question: Question, image_part: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -37,13 +55,13 @@ def page_messages(question: Question, image_part: Mapping[str, Any]) -> list[dic
     return [{"role": "user", "content": content}]
 
 
-def page_sampling(question: Question, row: int) -> dict[str, Any]:
-    """Return the sampling of the page in `row`, by the names that vLLM's server and `SamplingParams` share."""
-    sampling: dict[str, Any] = {
-        "temperature": question.temperature,
-        "top_p": question.top_p,
-        "seed": page_seed(question.seed, row),
-    }
-    if question.max_tokens is not None:
-        sampling["max_tokens"] = question.max_tokens
+def page_sampling(question: Question, row: int, attempt: Attempt | None = None) -> dict[str, Any]:
+    """Return the sampling of the page in `row`, by the names that vLLM's server and `SamplingParams` share.
+
+    `attempt` says how it is asked where that is not the page's own question.
+    """
+    asked = attempt or first_attempt(question, row)
+    sampling: dict[str, Any] = {"temperature": asked.temperature, "top_p": question.top_p, "seed": asked.seed}
+    if asked.max_tokens is not None:
+        sampling["max_tokens"] = asked.max_tokens
     return sampling

@@ -42,6 +42,7 @@ class Ready:
     endpoint: Endpoint
     engine: str
     canary_s: float
+    context_tokens: int | None  # what page and text may have together, where it says
 
 
 def get_ready(
@@ -55,10 +56,11 @@ def get_ready(
     if owner == "vllm" and version:
         check_version(trust, version, serves=True)
     card = next(card for card in models if card["id"] == endpoint.model)
-    check_context(trust, card.get("max_model_len"))
+    context = card.get("max_model_len")
+    check_context(trust, context)
     alive: Callable[[], None] = child.check_alive if child else lambda: None
     canary_s = check_canary(trust, lambda canary, row: ask_server_about(endpoint, trust, canary, row, alive), engine)
-    return Ready(endpoint, engine, canary_s)
+    return Ready(endpoint, engine, canary_s, context if isinstance(context, int) else None)
 
 
 def is_up(url: str, key: str) -> bool:

@@ -38,6 +38,9 @@ class Tally:
     requests: int = 0
     retries: int = 0
     restarts: int = 0
+    asked_again: int = 0  # requests made because a text was cut off or looped
+    malformed_markers: int = 0
+    unread_frames: int = 0
     verbose: bool = False
     dollars_per_hour: float | None = None
     bounded_by: str = ""
@@ -60,6 +63,13 @@ class Tally:
         self.requests += result.attempts
         self.prompt_tokens += result.prompt_tokens or 0
         self.tokens += result.tokens or 0
+        self.malformed_markers += result.malformed
+
+    def frames_left_out(self, row: int, count: int) -> None:
+        """Count the frames beside the first that nobody asks about, and say so once."""
+        if not self.unread_frames:
+            say(f"the picture in row {row} has {count} frames, and the first is read; --frames all reads them all")
+        self.unread_frames += count - 1
 
     def retry(self, reason: str) -> None:
         """Count a request that will be made again."""
@@ -88,6 +98,15 @@ class Tally:
     def eta_s(self) -> float | None:
         """Return the seconds left at the mean speed so far; None before the first page."""
         return (self.rows - self.rows_before - self.done) / self.pages_per_s() if self.done else None
+
+    def remarks(self) -> str:
+        """Say what else happened that may need a look, each with a comma before it."""
+        counts = {
+            "requests for a better text": self.asked_again,
+            "malformed markers kept as text": self.malformed_markers,
+            "frames not read (--frames all)": self.unread_frames,
+        }
+        return "".join(f", {count} {what}" for what, count in counts.items() if count)
 
     def line(self) -> str:
         """Say where the run stands, in one plain line."""
@@ -196,6 +215,9 @@ class Outcome:
                 "requests": tally.requests,
                 "retries": tally.retries,
                 "restarts": tally.restarts,
+                "asked_again": tally.asked_again,
+                "malformed_markers": tally.malformed_markers,
+                "unread_frames": tally.unread_frames,
                 "prompt_tokens": tally.prompt_tokens,
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),

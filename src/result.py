@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .confidence import Confidence
+from .grounding import Block
+
 SOUND = frozenset({"ok", "blank"})  # every other status counts as a failure
 STATUSES = ("ok", "blank", "truncated", "repetition", "error")
 
@@ -15,6 +18,9 @@ class PageResult:
     `status` is one of `STATUSES`. `text` is what the engine read: for `blank` it is empty, for `error` it is None and
     `error` says why. `tokens` is what the engine generated, `prompt_tokens` what it was given. `attempts` counts the
     requests for this page; `latency_s` is that of the last one.
+
+    `raw`, `blocks` and `confidence` are there where they were asked for; `malformed` counts grounding markers that were
+    none.
     """
 
     text: str | None
@@ -25,6 +31,10 @@ class PageResult:
     finish_reason: str | None = None
     attempts: int = 0
     latency_s: float = 0.0
+    raw: str | None = None
+    blocks: tuple[Block, ...] | None = None
+    malformed: int = 0
+    confidence: Confidence | None = None
 
 
 def result_of_answer(
@@ -35,6 +45,7 @@ def result_of_answer(
     prompt_tokens: int | None,
     attempts: int,
     latency_s: float,
+    confidence: Confidence | None = None,
 ) -> PageResult:
     """Sort an engine's answer by its finish reason; an answer without text is an error, for the page had ink."""
     status = {"length": "truncated", "repetition": "repetition"}.get(finish_reason or "", "ok")
@@ -50,6 +61,7 @@ def result_of_answer(
         finish_reason=finish_reason,
         attempts=attempts,
         latency_s=latency_s,
+        confidence=confidence,
     )
 
 

@@ -171,7 +171,7 @@ def saturate_server(
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill
-    run.engine = server.engine
+    run.engine, run.context_tokens = server.engine, server.context_tokens
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
     window = Window(bounds_of(options), ahead=2 * count_cores())
     job = make_job(run, todo, dollars_per_hour=options.dollars_per_hour or price_here(os.environ))

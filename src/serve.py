@@ -67,6 +67,11 @@ class Server:
         """What it says it is, such as `vllm 0.32.0`."""
         return self.ready.engine
 
+    @property
+    def context_tokens(self) -> int | None:
+        """What page and text may have together, where it says."""
+        return self.ready.context_tokens
+
 
 class Keeper:
     """Keeps a server of ours: starts it, ends it, and starts it again at the same address. Its calls block."""

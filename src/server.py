@@ -88,7 +88,7 @@ def ask_server(
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill
-    run.engine = server.engine
+    run.engine, run.context_tokens = server.engine, server.context_tokens
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
     window = fixed_window(options.concurrency, ahead=2 * count_cores())
     interrupts.run(drive(make_job(run, todo), run, options, server, window))

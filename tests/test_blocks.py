@@ -16,16 +16,12 @@ from hypothesis import strategies as st
 from src.blocks import (
     BlockFolder,
     BlockPlan,
-    appended_info,
     block_name,
     block_number,
-    block_table,
-    check_columns,
     check_settings_are_ours,
     differences,
-    output_schema,
-    storable,
 )
+from src.columns import appended_info, block_table, check_columns, output_schema, storable
 from src.errors import UsageError
 from src.result import PageResult
 

@@ -19,6 +19,8 @@ from src.blocks import BlockFolder, BlockPlan
 from src.errors import EngineError, JobError, SourceError
 from src.flow import Job, run_job
 from src.pages import Page, PageLimits, Refusal
+from src.question import Attempt, Question
+from src.reader import Reading
 from src.report import Tally
 from src.result import PageResult
 from src.source import Source
@@ -26,6 +28,7 @@ from src.window import fixed_window
 from tests.stub_vllm import tagged_png
 
 PNG = tagged_png(0)
+QUESTION = Question("", 0.2, 0.9, 100, 7, {})
 
 
 @dataclass
@@ -57,7 +60,7 @@ class FakeEngine:
     in_flight: int = 0
     most_in_flight: int = 0
 
-    def encode(self, page: Page, row: int) -> int:
+    def encode(self, page: Page, row: int, attempt: Attempt | None = None) -> int:
         return row
 
     async def ask(self, request: int, again: Callable[[], Awaitable[int | Refusal]]) -> PageResult:
@@ -88,7 +91,7 @@ def job_of(rows: TableRows, output: Path, *, block_rows: int, order: Sequence[in
         plan=BlockPlan("train", len(chosen), block_rows),
         blocks=BlockFolder(output, "train"),
         todo=(),
-        limits=PageLimits(1540),
+        reading=Reading(PageLimits(1540), QUESTION),
         output_column="markdown",
         settings={},
         info={},
