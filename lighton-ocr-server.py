@@ -1001,6 +1001,11 @@ class Tally:
         self.tokens += result.tokens or 0
         self.malformed_markers += result.malformed
 
+    def left_out(self, result: PageResult) -> None:
+        """Count what a text cost that is not kept, as a better one came back."""
+        self.prompt_tokens += result.prompt_tokens or 0
+        self.tokens += result.tokens or 0
+
     def frames_left_out(self, row: int, count: int) -> None:
         """Count the frames beside the first that nobody asks about, and say so once."""
         if not self.unread_frames:
@@ -3974,8 +3979,9 @@ class Reader(Generic[RequestT]):
             self._tally.asked_again += 1
             how = self._next(sheet, attempt, last)
             last = await self._ask(sheet, await self._prepare(sheet, how), how)
-            attempts = best.attempts + last.attempts
-            best = replace(await asyncio.to_thread(better, best, last), attempts=attempts)
+            kept = await asyncio.to_thread(better, best, last)
+            self._tally.left_out(best if kept is last else last)
+            best = replace(kept, attempts=best.attempts + last.attempts)
         if best.text is not None:
             best = await asyncio.to_thread(as_wanted, best, self._reading.text)
         return best, prepared.frames

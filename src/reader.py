@@ -106,8 +106,9 @@ class Reader(Generic[RequestT]):
             self._tally.asked_again += 1
             how = self._next(sheet, attempt, last)
             last = await self._ask(sheet, await self._prepare(sheet, how), how)
-            attempts = best.attempts + last.attempts
-            best = replace(await asyncio.to_thread(better, best, last), attempts=attempts)
+            kept = await asyncio.to_thread(better, best, last)
+            self._tally.left_out(best if kept is last else last)
+            best = replace(kept, attempts=best.attempts + last.attempts)
         if best.text is not None:
             best = await asyncio.to_thread(as_wanted, best, self._reading.text)
         return best, prepared.frames

@@ -65,6 +65,11 @@ class Tally:
         self.tokens += result.tokens or 0
         self.malformed_markers += result.malformed
 
+    def left_out(self, result: PageResult) -> None:
+        """Count what a text cost that is not kept, as a better one came back."""
+        self.prompt_tokens += result.prompt_tokens or 0
+        self.tokens += result.tokens or 0
+
     def frames_left_out(self, row: int, count: int) -> None:
         """Count the frames beside the first that nobody asks about, and say so once."""
         if not self.unread_frames:

@@ -238,7 +238,19 @@ class Answer:
         }
 
 
-def completion_body(answer: Answer, model: str, fingerprint: str) -> dict[str, object]:
+def token_logprobs(answer: Answer, top: int) -> dict[str, object]:
+    """The `logprobs` object: a token each four characters, all nearly sure but the last one."""
+    pieces = [(answer.text or "")[at : at + CHARACTERS_PER_TOKEN] for at in range(answer.completion_tokens)]
+    sure = [-0.1] * (len(pieces) - 1) + [-2.0]
+    content = [
+        {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace")), "top_logprobs": []}
+        for piece, logprob in zip(pieces, sure, strict=True)
+    ]
+    assert top == 0, "the stub knows no other tokens"
+    return {"content": content}
+
+
+def completion_body(answer: Answer, model: str, fingerprint: str, top_logprobs: int | None = None) -> dict[str, object]:
     """A whole `chat.completion`, with the fields that vLLM emits."""
     message = {
         "role": "assistant",
@@ -252,7 +264,7 @@ def completion_body(answer: Answer, model: str, fingerprint: str) -> dict[str, o
     choice = {
         "index": 0,
         "message": message,
-        "logprobs": None,
+        "logprobs": None if top_logprobs is None else token_logprobs(answer, top_logprobs),
         "finish_reason": answer.finish_reason,
         "stop_reason": None,
         "token_ids": None,
@@ -855,7 +867,8 @@ class Stub:
     async def _send(self, request: web.Request, body: Mapping[str, Any], answer: Answer) -> web.StreamResponse:
         model = str(body.get("model") or self.names[0])
         if not body.get("stream"):
-            return json_answer(completion_body(answer, model, self.fingerprint))
+            top = int(body.get("top_logprobs") or 0) if body.get("logprobs") else None
+            return json_answer(completion_body(answer, model, self.fingerprint, top))
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
