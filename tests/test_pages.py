@@ -399,6 +399,33 @@ def test_a_truncated_file_is_refused(file_format: str) -> None:
     assert refusal_of(file[: len(file) // 2]).status == "error"
 
 
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "TIFF", "WEBP", "BMP"])
+def test_a_truncated_file_is_read_as_far_as_it_goes_where_that_is_allowed(file_format: str) -> None:
+    noise = Image.effect_noise((200, 200), 90).convert("RGB")
+    file = encoded(noise, file_format)
+    half = file[: len(file) // 2]
+    lenient = PageLimits(1540, allow_truncated=True)
+    if file_format == "WEBP":  # its decoder gives nothing back
+        assert isinstance(make_page(half, lenient), Refusal)
+        return
+    whole, page = page_of(file), page_of(half, lenient)
+    upper = (0, 0, 200, 60)
+    lower = (0, 140, 200, 200)
+    if file_format == "BMP":  # stored from the bottom up
+        upper, lower = lower, upper
+    assert page.image.size == (200, 200)
+    assert page.image.convert("L").crop(upper).tobytes() == whole.image.convert("L").crop(upper).tobytes()
+    assert page.image.convert("L").crop(lower).tobytes() != whole.image.convert("L").crop(lower).tobytes()
+    assert page.original is None  # a server would refuse the file
+    assert isinstance(make_page(half, LIMITS), Refusal)  # and afterwards it is not allowed again
+
+
+def test_a_page_without_ink_is_a_page_where_that_is_wanted() -> None:
+    empty = encoded(Image.new("RGB", (100, 140), "white"), "PNG")
+    assert page_of(empty, PageLimits(1540, skip_blank=False)).has_ink is False
+    assert page_of(encoded(upright_page(), "PNG"), PageLimits(1540, skip_blank=False)).has_ink is True
+
+
 def test_floats_that_are_no_numbers_are_refused() -> None:
     for value in (float("inf"), float("nan"), float("-inf")):
         assert "no numbers" in refusal_of(encoded(halves("F", value, 1.0), "TIFF")).reason
@@ -412,13 +439,98 @@ def test_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal_of(encoded(upright_page(), "PNG")) == Refusal("error", "not enough memory to decode the picture")
 
 
-def test_of_many_frames_the_first_is_taken() -> None:
-    first, second = halves("RGB", RED, BLUE), halves("RGB", BLUE, RED)
-    for file_format in ("TIFF", "PNG", "GIF", "WEBP"):
-        options: dict[str, Any] = {"lossless": True} if file_format == "WEBP" else {}
-        file = encoded(first, file_format, save_all=True, append_images=[second], **options)
-        assert colors(page_of(file).image)[1:] == (RED, BLUE)
-    assert page_of(encoded(first, "MPO", save_all=True, append_images=[second])).original is None
+@pytest.mark.parametrize("file_format", ["TIFF", "PNG", "GIF", "WEBP"])
+def test_of_many_frames_the_first_is_taken_or_the_one_asked_for(file_format: str) -> None:
+    first, second, third = halves("RGB", RED, BLUE), halves("RGB", BLUE, RED), halves("RGB", BLUE, BLUE)
+    options: dict[str, Any] = {"lossless": True} if file_format == "WEBP" else {}
+    file = encoded(first, file_format, save_all=True, append_images=[second, third], **options)
+    assert page_of(file).frames == 3
+    assert colors(page_of(file).image)[1:] == (RED, BLUE)
+    frame = make_page(file, LIMITS, frame=1)
+    assert isinstance(frame, Page)
+    assert colors(frame.image)[1:] == (BLUE, RED)
+    assert make_page(file, LIMITS, frame=2) == Refusal("blank", "no ink on the page", frames=3)
+    assert isinstance(make_page(file, LIMITS, frame=3), Refusal)
+
+
+def test_the_frames_of_a_cameras_jpeg_are_one_photo() -> None:
+    page = page_of(encoded(halves("RGB", RED, BLUE), "MPO", save_all=True, append_images=[halves("RGB", BLUE, RED)]))
+    assert (page.original, page.frames) == (None, 1)
+
+
+def test_a_large_frame_behind_a_small_one_is_refused_before_it_is_decoded() -> None:
+    small, large = halves("RGB", RED, BLUE), halves("RGB", RED, BLUE, (400, 300))
+    file = encoded(small, "TIFF", save_all=True, append_images=[large])
+    limits = PageLimits(1540, max_pixels=100_000)
+    assert isinstance(make_page(file, limits), Page)
+    refusal = make_page(file, limits, frame=1)
+    assert isinstance(refusal, Refusal)
+    assert "400x300 is 120,000 pixels, more than the limit of 100,000" in refusal.reason
+
+
+# --- colour profiles -------------------------------------------------------------------------------------------------
+
+
+def icc_profile(space: bytes, tags: dict[bytes, bytes]) -> bytes:
+    """A colour profile of version 2 with these tags."""
+    at, table, data = 132 + 12 * len(tags), b"", b""
+    for name, value in tags.items():
+        table += name + struct.pack(">II", at + len(data), len(value))
+        data += value + b"\0" * (-len(value) % 4)
+    body = struct.pack(">I", len(tags)) + table + data
+    head = struct.pack(
+        ">I4sI4s4s4s12s4s", 128 + len(body), b"none", 0x02400000, b"mntr", space, b"XYZ ", b"\0" * 12, b"acsp"
+    )
+    white = struct.pack(">3i", 63190, 65536, 54061)  # D50
+    return head.ljust(68, b"\0") + white + b"\0" * 48 + body
+
+
+def xyz(x: float, y: float, z: float) -> bytes:
+    return b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(value * 65536) for value in (x, y, z)))
+
+
+def curve(*points: int) -> bytes:
+    """A tone curve: no point is linear light, one is a gamma (256ths), several are from black to white."""
+    return b"curv\0\0\0\0" + struct.pack(f">I{len(points)}H", len(points), *points)
+
+
+WHITE = {b"wtpt": xyz(0.9642, 1.0, 0.8249)}
+REDS, GREENS, BLUES = (0.4361, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1431, 0.0606, 0.7141)  # of sRGB
+TONES = {name: curve(round(2.2 * 256)) for name in (b"rTRC", b"gTRC", b"bTRC")}
+LINEAR_GRAY = icc_profile(b"GRAY", {**WHITE, b"kTRC": curve()})
+INVERTED_GRAY = icc_profile(b"GRAY", {**WHITE, b"kTRC": curve(65535, 0)})
+GAMMA_18_GRAY = icc_profile(b"GRAY", {**WHITE, b"kTRC": curve(round(1.8 * 256))})
+NEARLY_SRGB = icc_profile(b"RGB ", {**WHITE, b"rXYZ": xyz(*REDS), b"gXYZ": xyz(*GREENS), b"bXYZ": xyz(*BLUES), **TONES})
+EXCHANGED = icc_profile(b"RGB ", {**WHITE, b"rXYZ": xyz(*GREENS), b"gXYZ": xyz(*REDS), b"bXYZ": xyz(*BLUES), **TONES})
+
+
+@pytest.mark.parametrize(
+    ("profile", "image", "expected"),
+    [
+        (LINEAR_GRAY, halves("L", 55, 255), (128, 255)),  # 55/255 of the light is sRGB's 128
+        (INVERTED_GRAY, halves("L", 0, 255), (255, 0)),
+        (EXCHANGED, halves("RGB", (255, 0, 0), (0, 255, 0)), ((0, 255, 0), (255, 0, 0))),
+        (GAMMA_18_GRAY, halves("L", 128, 255), (128, 255)),
+        (NEARLY_SRGB, halves("RGB", RED, BLUE), (RED, BLUE)),
+        (EXCHANGED, halves("L", 7, 201), (7, 201)),  # of another kind than the pixels
+        (b"no profile", halves("RGB", RED, BLUE), (RED, BLUE)),
+        (EXCHANGED[:200], halves("RGB", RED, BLUE), (RED, BLUE)),
+    ],
+)
+def test_a_colour_profile_counts_where_it_changes_what_is_read(
+    profile: bytes, image: Image.Image, expected: object
+) -> None:
+    for file_format in ("PNG", "TIFF"):
+        pixels = colors(page_of(encoded(image, file_format, icc_profile=profile)).image)[1:]
+        for got, wanted in zip(pixels, expected, strict=True):  # type: ignore[call-overload]
+            assert got == pytest.approx(wanted, abs=3)
+
+
+def test_a_jpeg_travels_as_it_was_unless_its_profile_counts() -> None:
+    noise = Image.effect_noise((200, 200), 90)
+    usual, other = (encoded(noise, "JPEG", icc_profile=profile) for profile in (GAMMA_18_GRAY, LINEAR_GRAY))
+    assert page_of(usual).original == usual
+    assert page_of(other).original is None
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
