@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -14,7 +15,17 @@ from PIL import Image
 
 from src.question import page_seed
 from src.reading import FRAME_SEPARATOR
-from tests.runs import NEW_COLUMNS, Ended, load, output_table, pages_dataset, run_here, tag_of, write_pages
+from tests.runs import (
+    NEW_COLUMNS,
+    Ended,
+    built_script,
+    load,
+    output_table,
+    pages_dataset,
+    run_here,
+    tag_of,
+    write_pages,
+)
 from tests.stub_vllm import StubVllm, tagged_png
 
 if TYPE_CHECKING:
@@ -311,12 +322,21 @@ def test_no_text_on_a_page_without_ink_that_was_asked_about_is_blank(tmp_path: P
     assert (rows_of(tmp_path / "out")[0]["markdown"], rows_of(tmp_path / "out")[0]["markdown_status"]) == ("", "blank")
 
 
-def test_a_picture_that_takes_too_long_is_refused_by_name_and_holds_up_no_other(tmp_path: Path, stub: StubVllm) -> None:
-    slow = file_of(Image.effect_noise((2500, 2500), 60), file_format="PNG")
-    pages = write_cells(tmp_path / "pages.parquet", slow, tagged_png(2), tagged_png(3))
-    run_on(stub, pages, tmp_path / "out")  # Pillow's own imports take longer than the limit below
-    ended = run_on(stub, pages, tmp_path / "out2", "--page-timeout", "0.1")
-    slow_row, *others = rows_of(tmp_path / "out2")
-    assert slow_row["markdown_status"] == "error"
-    assert "--page-timeout" in slow_row["markdown_error"]
-    assert [row["markdown_status"] for row in others] == ["ok", "ok"], ended
+def test_a_picture_that_takes_too_long_is_refused_by_name_and_holds_up_no_other(
+    tmp_path: Path, stub: StubVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, released = write_pages(tmp_path / "pages.parquet", 8), threading.Event()
+    make_page = built_script().make_page
+
+    def make_slowly(cell: dict[str, Any], *limits: Any, **frame: Any) -> object:
+        if cell["bytes"] == tagged_png(2):
+            released.wait(60)
+        return make_page(cell, *limits, **frame)
+
+    monkeypatch.setattr(built_script(), "make_page", make_slowly)
+    try:
+        run_on(stub, pages, tmp_path / "out", "--page-timeout", "1")
+    finally:
+        released.set()
+    assert [row["markdown_status"] for row in rows_of(tmp_path / "out")] == ["ok", "error", *["ok"] * 6]
+    assert rows_of(tmp_path / "out")[1]["markdown_error"] == "the picture was not decoded within 1 s (--page-timeout)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -37,7 +38,7 @@ def test_no_more_work_is_done_at_once_than_there_are_threads_and_in_the_order_of
 
     async def all_of_it() -> list[int]:
         threads = Threads(3, 60.0)
-        done = await asyncio.gather(*(threads.run(lambda number=number: work(number)) for number in range(40)))
+        done = await asyncio.gather(*(threads.run(functools.partial(work, number)) for number in range(40)))
         threads.close()
         return done
 
