@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from src.blocks import (
@@ -21,8 +23,19 @@ from src.blocks import (
     check_settings_are_ours,
     differences,
 )
-from src.columns import appended_info, block_table, check_columns, output_schema, storable
+from src.columns import (
+    Extras,
+    appended_info,
+    block_table,
+    check_columns,
+    kept_rows,
+    new_columns,
+    output_schema,
+    storable,
+)
+from src.confidence import Confidence
 from src.errors import UsageError
+from src.grounding import Block
 from src.result import PageResult
 
 SETTINGS = {"model": "m", "seed": 0}
@@ -106,6 +119,47 @@ def test_a_very_long_text_with_nul_survives(tmp_path: Path) -> None:
 )
 def test_surrogates_are_joined_or_replaced_one_by_one(text: str, stored: str) -> None:
     assert storable(text) == stored
+
+
+grounding_blocks = st.builds(
+    Block,
+    st.sampled_from(["text", "table"]),
+    st.tuples(*[st.integers(0, 1000)] * 4),
+    st.text(st.characters(codec="utf-8"), max_size=20),
+)
+read_pages = st.builds(
+    PageResult,
+    st.text(st.characters(codec="utf-8")),
+    st.just("ok"),
+    tokens=st.integers(0, 9),
+    raw=st.text(st.characters(codec="utf-8")),
+    blocks=st.lists(grounding_blocks, max_size=3).map(tuple),
+    confidence=st.none() | st.builds(Confidence, st.just(0.5), st.just(0.25), st.just(0)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(results=st.lists(read_pages, min_size=1, max_size=4), extras=st.builds(Extras, *[st.booleans()] * 3))
+def test_what_a_block_keeps_of_a_page_is_what_was_read(results: list[PageResult], extras: Extras) -> None:
+    rows = rows_of(len(results))
+    schema = output_schema(rows.schema, "markdown", SETTINGS, extras=extras)
+    with tempfile.TemporaryDirectory() as folder:
+        blocks = BlockFolder(Path(folder), "train")
+        with blocks.locked():
+            blocks.write(0, block_table(rows, results, schema, "markdown", {}, extras=extras))
+        kept = kept_rows(blocks, 0, "markdown", extras)
+        loaded = pq.read_schema(blocks.path(0))
+    assert [row and row.result for row in kept] == [
+        replace(
+            result,
+            raw=result.raw if extras.raw else None,
+            blocks=result.blocks if extras.blocks else None,
+            confidence=result.confidence if extras.confidence else None,
+        )
+        for result in results
+    ]
+    assert tuple(loaded.names[-len(new_columns("markdown", extras)) - 1 : -1]) == new_columns("markdown", extras)
+    assert set(datasets.Features.from_arrow_schema(loaded)) == set(loaded.names)
 
 
 def test_an_error_row_has_no_text_but_a_reason(tmp_path: Path) -> None:

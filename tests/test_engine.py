@@ -16,7 +16,7 @@ from PIL import Image
 from src.engine import OfflineEngine
 from src.errors import EngineError
 from src.pages import Page
-from src.question import Question, page_seed
+from src.question import Attempt, Question, page_seed
 from src.result import PageResult
 
 QUESTION = Question("", 0.2, 0.9, 100, 7, {"enable_thinking": False})
@@ -31,6 +31,7 @@ class Completion:
     text: str
     finish_reason: str = "stop"
     token_ids: Sequence[int] = (1, 2, 3)
+    logprobs: list[dict[int, Any]] | None = None
 
 
 @dataclass
@@ -250,3 +251,49 @@ def test_the_template_gets_its_arguments() -> None:
     llm = ChatOnly()
     answers(llm, [30])
     assert llm.kwargs == [{"enable_thinking": False}]
+
+
+@dataclass
+class Sure:
+    """What vLLM says of a token."""
+
+    logprob: float
+
+
+def test_log_probabilities_become_confidence_where_the_sampling_asks_for_them() -> None:
+    @dataclass
+    class Telling(ChatOnly):
+        def chat(self, messages: Any, sampling: Any, **more: Any) -> list[Output]:
+            outputs = super().chat(messages, sampling, **more)
+            for output in outputs:
+                output.outputs[0].logprobs = [{1: Sure(0.0)}, {2: Sure(0.0), 9: Sure(-5.0)}, {3: Sure(-50.0)}]
+            return outputs
+
+    (result,) = answers(Telling(), [30])
+    assert isinstance(result, PageResult)
+    assert result.confidence is not None
+    assert result.confidence.mean == pytest.approx(2 / 3)
+    (untold,) = answers(ChatOnly(), [30])
+    assert isinstance(untold, PageResult)
+    assert untold.confidence is None
+
+
+@pytest.mark.parametrize("kind", [ChatOnly, Stepping])
+def test_an_attempt_is_asked_with_its_own_sampling(kind: type[ChatOnly]) -> None:
+    async def ask() -> PageResult:
+        llm = kind()
+        engine = OfflineEngine(llm, QUESTION, dict, batch_size=1, is_death=lambda error: False, is_gone=lambda: False)
+        try:
+            page = Page(Image.new("L", (40, 30)), None)
+            ticket = engine.encode(page, 40, Attempt(0.6, 12345, 8000))
+            assert ticket.sampling == {"temperature": 0.6, "top_p": 0.9, "seed": 12345, "max_tokens": 8000}
+            result = await engine.ask(ticket, no_more)
+            assert llm.seeds == {40: 12345}
+            return result
+        finally:
+            engine.stop()
+
+    async def no_more() -> Any:
+        raise AssertionError
+
+    assert asyncio.run(ask()).text == "page 40"
