@@ -76,6 +76,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   models: The profiles: everything that differs between the LightOnOCR generations.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
+#   quality: What the options ask of pages and texts, for the rooms that see to it.
 #   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
 #   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
 #       take.
@@ -5988,6 +5989,64 @@ def _default_words(default: Any, help_text: str) -> str:
     return "" if default in (None, "") or "default:" in help_text else f" (default: {default})"
 
 
+# ---- quality ---------------------------------------------------------------------------------------------------------
+# What the options ask of pages and texts, for the rooms that see to it.
+
+
+def text_rules(options: CommonOptions) -> TextRules:
+    """Say what is wanted of the texts; raise `UsageError` where the options make no sense together."""
+    is_grounding = options.mode == "grounding"
+    dropped = frozenset(label.strip() for label in (options.drop_labels or "").split(",") if label.strip())
+    if dropped and not is_grounding:
+        raise UsageError("--drop-labels goes with --mode grounding: without it a text has no labels")
+    if unknown := sorted(dropped - GROUNDING_LABELS):
+        labels = ", ".join(sorted(GROUNDING_LABELS))
+        raise UsageError(f"--drop-labels: {', '.join(unknown)} is no label of a block; there are {labels}")
+    return TextRules(is_grounding, dropped, options.fix_dollars, options.keep_raw)
+
+
+def reading_of(
+    options: CommonOptions, profile: ModelProfile, question: Question, context_tokens: int | None
+) -> Reading:
+    """Say how the pictures of a run are read; `context_tokens` is what the engine says its --max-model-len is."""
+    limits = PageLimits(
+        profile.longest_edge_px,
+        options.max_pixels,
+        allow_truncated=options.allow_truncated,
+        skip_blank=options.skip_blank,
+    )
+    return Reading(
+        limits,
+        question,
+        text_rules(options),
+        retries_quality=options.retries_quality,
+        context_tokens=context_tokens,
+        all_frames=options.frames == "all",
+        page_timeout_s=options.page_timeout,
+    )
+
+
+def extra_columns(options: CommonOptions) -> Extras:
+    """Say which columns are written beside those that always are."""
+    return Extras(blocks=options.mode == "grounding", raw=options.keep_raw, confidence=options.confidence)
+
+
+def quality_settings(options: CommonOptions) -> dict[str, Any]:
+    """Return what decides, beside the question, which text a page gets."""
+    return {
+        "mode": options.mode,
+        "drop_labels": sorted(text_rules(options).drop_labels),
+        "fix_dollars": options.fix_dollars,
+        "keep_raw": options.keep_raw,
+        "confidence": options.confidence,
+        "retries_quality": options.retries_quality,
+        "frames": options.frames,
+        "max_pixels": options.max_pixels,
+        "allow_truncated": options.allow_truncated,
+        "skip_blank": options.skip_blank,
+    }
+
+
 # ---- job -------------------------------------------------------------------------------------------------------------
 # A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
 
@@ -6093,34 +6152,6 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     return Run(script, options, argv, profile, question, output)
 
 
-def text_rules(options: CommonOptions) -> TextRules:
-    """Say what is wanted of the texts; raise `UsageError` where the options make no sense together."""
-    is_grounding = options.mode == "grounding"
-    dropped = frozenset(label.strip() for label in (options.drop_labels or "").split(",") if label.strip())
-    if dropped and not is_grounding:
-        raise UsageError("--drop-labels goes with --mode grounding: without it a text has no labels")
-    if unknown := sorted(dropped - GROUNDING_LABELS):
-        labels = ", ".join(sorted(GROUNDING_LABELS))
-        raise UsageError(f"--drop-labels: {', '.join(unknown)} is no label of a block; there are {labels}")
-    return TextRules(is_grounding, dropped, options.fix_dollars, options.keep_raw)
-
-
-def page_limits(run: Run) -> PageLimits:
-    """Say what a page of this run may be."""
-    options = run.options
-    return PageLimits(
-        run.profile.longest_edge_px,
-        options.max_pixels,
-        allow_truncated=options.allow_truncated,
-        skip_blank=options.skip_blank,
-    )
-
-
-def extra_columns(options: CommonOptions) -> Extras:
-    """Say which columns are written beside those that always are."""
-    return Extras(blocks=options.mode == "grounding", raw=options.keep_raw, confidence=options.confidence)
-
-
 def _refuse_secrets(options: CommonOptions) -> None:
     """Keys in the command line would end up in process lists, logs and the card."""
     for word in options.vllm_args:
@@ -6222,23 +6253,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         "results_only": run.way.results_only,
-        "max_pixels": options.max_pixels,
-        **_quality(options),
-    }
-
-
-def _quality(options: CommonOptions) -> dict[str, Any]:
-    """Return what decides, beside the sampling, which text a page gets."""
-    return {
-        "mode": options.mode,
-        "drop_labels": sorted(text_rules(options).drop_labels),
-        "fix_dollars": options.fix_dollars,
-        "keep_raw": options.keep_raw,
-        "confidence": options.confidence,
-        "retries_quality": options.retries_quality,
-        "frames": options.frames,
-        "allow_truncated": options.allow_truncated,
-        "skip_blank": options.skip_blank,
+        **quality_settings(options),
     }
 
 
@@ -6257,7 +6272,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "max_tokens": question.max_tokens,
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
-        **_quality(options),
+        **quality_settings(options),
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -6307,15 +6322,7 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         plan=at.plan,
         blocks=at.blocks,
         todo=todo,
-        reading=Reading(
-            page_limits(run),
-            run.question,
-            text_rules(run.options),
-            retries_quality=run.options.retries_quality,
-            context_tokens=run.context_tokens,
-            all_frames=run.options.frames == "all",
-            page_timeout_s=run.options.page_timeout,
-        ),
+        reading=reading_of(run.options, run.profile, run.question, run.context_tokens),
         output_column=run.options.output_column,
         settings=run_settings(run),
         info=run_info(run),

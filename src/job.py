@@ -21,14 +21,12 @@ from .blocks import (
     check_settings_are_ours,
     statuses_of,
 )
-from .columns import Extras, check_columns
+from .columns import check_columns
 from .errors import UsageError
 from .flow import Job
-from .grounding import GROUNDING_LABELS
 from .hub_blocks import HubBlocks
 from .models import ModelProfile, find_profile, prompt_words
 from .options import CommonOptions
-from .pages import PageLimits
 from .publish import (
     Output,
     card_text,
@@ -38,9 +36,8 @@ from .publish import (
     choose_output,
     names_split,
 )
+from .quality import extra_columns, quality_settings, reading_of, text_rules
 from .question import Question
-from .reader import Reading
-from .reading import TextRules
 from .report import Tally, say
 from .result import SOUND
 from .source import Source, open_source
@@ -146,34 +143,6 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     return Run(script, options, argv, profile, question, output)
 
 
-def text_rules(options: CommonOptions) -> TextRules:
-    """Say what is wanted of the texts; raise `UsageError` where the options make no sense together."""
-    is_grounding = options.mode == "grounding"
-    dropped = frozenset(label.strip() for label in (options.drop_labels or "").split(",") if label.strip())
-    if dropped and not is_grounding:
-        raise UsageError("--drop-labels goes with --mode grounding: without it a text has no labels")
-    if unknown := sorted(dropped - GROUNDING_LABELS):
-        labels = ", ".join(sorted(GROUNDING_LABELS))
-        raise UsageError(f"--drop-labels: {', '.join(unknown)} is no label of a block; there are {labels}")
-    return TextRules(is_grounding, dropped, options.fix_dollars, options.keep_raw)
-
-
-def page_limits(run: Run) -> PageLimits:
-    """Say what a page of this run may be."""
-    options = run.options
-    return PageLimits(
-        run.profile.longest_edge_px,
-        options.max_pixels,
-        allow_truncated=options.allow_truncated,
-        skip_blank=options.skip_blank,
-    )
-
-
-def extra_columns(options: CommonOptions) -> Extras:
-    """Say which columns are written beside those that always are."""
-    return Extras(blocks=options.mode == "grounding", raw=options.keep_raw, confidence=options.confidence)
-
-
 def _refuse_secrets(options: CommonOptions) -> None:
     """Keys in the command line would end up in process lists, logs and the card."""
     for word in options.vllm_args:
@@ -275,23 +244,7 @@ def run_settings(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         "results_only": run.way.results_only,
-        "max_pixels": options.max_pixels,
-        **_quality(options),
-    }
-
-
-def _quality(options: CommonOptions) -> dict[str, Any]:
-    """Return what decides, beside the sampling, which text a page gets."""
-    return {
-        "mode": options.mode,
-        "drop_labels": sorted(text_rules(options).drop_labels),
-        "fix_dollars": options.fix_dollars,
-        "keep_raw": options.keep_raw,
-        "confidence": options.confidence,
-        "retries_quality": options.retries_quality,
-        "frames": options.frames,
-        "allow_truncated": options.allow_truncated,
-        "skip_blank": options.skip_blank,
+        **quality_settings(options),
     }
 
 
@@ -310,7 +263,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "max_tokens": question.max_tokens,
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
-        **_quality(options),
+        **quality_settings(options),
         "flavor": os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -360,15 +313,7 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         plan=at.plan,
         blocks=at.blocks,
         todo=todo,
-        reading=Reading(
-            page_limits(run),
-            run.question,
-            text_rules(run.options),
-            retries_quality=run.options.retries_quality,
-            context_tokens=run.context_tokens,
-            all_frames=run.options.frames == "all",
-            page_timeout_s=run.options.page_timeout,
-        ),
+        reading=reading_of(run.options, run.profile, run.question, run.context_tokens),
         output_column=run.options.output_column,
         settings=run_settings(run),
         info=run_info(run),

@@ -22,7 +22,7 @@ from tests.vllm_cpu import CHECKPOINT, CpuVllm, TinyServer, cpu_engine_env
 pytestmark = pytest.mark.engine
 
 PAGES = 64
-COLD = ("--temperature", "0", "--max-tokens", "400", "--block-rows", "8")
+COLD = ("--temperature", "0", "--max-tokens", "400", "--block-rows", "8", "--confidence")
 WARM = ("--temperature", "0.2", "--top-p", "0.9", "--max-tokens", "400", "--block-rows", "8")
 TINY = ("--model", str(CHECKPOINT), "--max-model-len", "4096")
 TINY_ENGINE = ("--", "--dtype", "bfloat16", "--enforce-eager", "--no-enable-chunked-prefill")  # as in tests/vllm_cpu.py
@@ -79,6 +79,12 @@ def texts_of(out: Path) -> list[str]:
     assert set(table["markdown_status"].to_pylist()) == {"ok"}
     texts: list[str] = table["markdown"].to_pylist()
     return texts
+
+
+def lowest_of(out: Path) -> list[float]:
+    """How sure the engine was of the least sure place of each page."""
+    lowest: list[float] = [sure["lowest"] for sure in output_table(out)["markdown_confidence"].to_pylist()]
+    return lowest
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -230,10 +236,12 @@ def spawned(
 
 
 def test_a_spawned_vllm_gives_the_texts_of_one_that_ran_already_and_ends_with_the_script(
-    spawned: tuple[Ended, Path, dict[int, str]], served: dict[str, list[str]]
+    spawned: tuple[Ended, Path, dict[int, str]], served: dict[str, list[str]], killed: Killed
 ) -> None:
     ended, out, processes = spawned
     assert ended.code == 0, ended.stderr
     assert texts_of(out) == served["cold"]
+    assert lowest_of(out) == pytest.approx(lowest_of(killed.out), abs=0.02)
+    assert all(0 < lowest <= 1 for lowest in lowest_of(out))
     assert any("EngineCore" in name for name in processes.values())
     wait_until(lambda: not [pid for pid in processes if is_running(pid)], "the end of vLLM's processes")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import requests
 
+from src.driver import more_fields
+from src.loops import repetition_field
 from src.models import catalogue
 from tests.stub_vllm import StubVllm, tagged_png
 from tests.tiny_lightonocr.drawn import page_with
@@ -69,6 +71,30 @@ def test_an_answer_has_the_same_shape_and_finish_reason(
     ] * 2
     assert set(ours.headers) >= {"Content-Type", "Content-Length"}
     assert ours.headers["Content-Type"] == real.headers["Content-Type"]
+
+
+def test_the_chosen_tokens_probabilities_have_the_same_shape(urls: tuple[str, str], vllm_server: TinyServer) -> None:
+    more = more_fields("vllm 0.32.0", confidence=True)
+    image = page_with("Two words\nof ink 42").encoded()
+    real, ours = both(urls, "/v1/chat/completions", question(vllm_server.model, image, max_tokens=400, **more))
+    assert (real.status_code, ours.status_code) == (200, 200), real.text
+    assert shape_of(ours.json()) == shape_of(real.json())
+    assert len(real.json()["choices"][0]["logprobs"]["content"]) == real.json()["usage"]["completion_tokens"]
+
+
+def test_vllm_stops_a_loop_itself_where_the_request_says_so(vllm_server: TinyServer) -> None:
+    limits = repetition_field("0.32.0")["repetition_detection"]
+    texts = {}
+    for name, min_count in (("ours", limits["min_count"]), ("strict", 5)):
+        more = {"repetition_detection": {**limits, "min_count": min_count}, "max_tokens": 400}
+        body = question(vllm_server.model, page_with("Grain\n" + "a" * 14).encoded(), **more)
+        answer = requests.post(
+            f"{vllm_server.url.removesuffix('/v1')}/v1/chat/completions", json=body, timeout=60
+        ).json()
+        texts[name] = (answer["choices"][0]["finish_reason"], answer["choices"][0]["message"]["content"])
+    assert texts["ours"][0] == "stop"  # fourteen equal letters are no loop
+    assert texts["strict"][0] == "repetition"
+    assert texts["ours"][1].startswith(texts["strict"][1])
 
 
 def test_prompt_tokens_are_counted_alike_per_cell(urls: tuple[str, str], vllm_server: TinyServer) -> None:
