@@ -222,6 +222,40 @@ def test_lab_is_read_as_the_colours_it_means() -> None:
         assert max(abs(a - b) for a, b in zip(found, meant, strict=True)) <= 6
 
 
+@pytest.mark.parametrize(
+    ("compression", "mode"),
+    [
+        *[
+            (name, "RGB")
+            for name in ("raw", "tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "zstd", "lzma")
+        ],
+        *[(name, "1") for name in ("tiff_ccitt", "group3", "group4", "packbits", "tiff_lzw")],
+        *[("tiff_lzw", mode) for mode in ("L", "LA", "P", "RGBA", "CMYK", "I;16", "F")],
+    ],
+)
+def test_every_compression_of_a_tiff_has_the_pixels_of_the_uncompressed_one(compression: str, mode: str) -> None:
+    light, dark = {"1": (255, 0), "F": (1.0, 0.25), "I;16": (60000, 300)}.get(mode, (240, 30))
+    image = halves("L" if mode in {"LA", "P", "RGB", "RGBA", "CMYK"} else mode, light, dark)
+    image = image if image.mode == mode else image.convert(mode)
+    packed, plain = (page_of(encoded(image, "TIFF", compression=name)).image for name in (compression, "raw"))
+    assert (packed.mode, packed.tobytes()) == (plain.mode, plain.tobytes())
+    assert colors(plain)[1] != colors(plain)[2]
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_tiled_tiff_is_put_together_in_either_byte_order(order: str) -> None:
+    page = upright_page().convert("L")  # 96x64, in tiles of 32x32
+    tiles = [page.crop((x, y, x + 32, y + 32)).tobytes() for y in (0, 32) for x in (0, 32, 64)]
+    tags = [(256, 96), (257, 64), (258, 8), (259, 1), (262, 1), (277, 1), (322, 32), (323, 32)]
+    at = 8 + 2 + 12 * (len(tags) + 2) + 4  # where the two lists lie, and the tiles after them
+    lists = [[at + 48 + number * 1024 for number in range(6)], [1024] * 6]
+    file = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HIH", 42, 8, len(tags) + 2)
+    file += b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in tags)
+    file += b"".join(struct.pack(f"{order}HHII", 324 + number, 4, 6, at + 24 * number) for number in (0, 1))
+    file += struct.pack(f"{order}I", 0) + struct.pack(f"{order}12I", *lists[0], *lists[1]) + b"".join(tiles)
+    assert page_of(file).image.tobytes() == page.tobytes()
+
+
 @pytest.mark.parametrize("file_format", ["JPEG", "WEBP", "AVIF"])
 def test_lossy_formats_come_out_near_their_colours(file_format: str) -> None:
     page = page_of(encoded(halves("RGB", RED, BLUE), file_format, quality=95))
