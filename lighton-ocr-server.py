@@ -4015,17 +4015,21 @@ class Reader(Generic[RequestT]):
 
     async def _prepare(self, sheet: _Sheet, how: Attempt | None) -> Prepared[RequestT]:
         self._tally.preparing += 1
+        given_up = threading.Event()
         try:
-            return await self._threads.run(functools.partial(self._make, sheet, how))
+            return await self._threads.run(functools.partial(self._make, sheet, how, given_up))
         except TooSlowError:
             reason = f"the picture was not decoded within {self._reading.page_timeout_s:g} s (--page-timeout)"
             return Prepared(Refusal("error", reason), 1)
         finally:
+            given_up.set()
             self._tally.preparing -= 1
 
-    def _make(self, sheet: _Sheet, how: Attempt | None) -> Prepared[RequestT]:
+    def _make(self, sheet: _Sheet, how: Attempt | None, given_up: threading.Event) -> Prepared[RequestT]:
         reading = self._reading
         page = make_page(sheet.cell(), reading.limits, frame=sheet.frame)
+        if given_up.is_set():  # nobody would release what the request takes
+            return Prepared(Refusal("error", "too late"), 1)
         if reading.all_frames and page.frames > MOST_FRAMES:
             page = Refusal("error", f"the picture has {page.frames:,} frames, more than {MOST_FRAMES:,}")
         if isinstance(page, Refusal):
