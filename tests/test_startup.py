@@ -17,7 +17,7 @@ PHASES = [
     ("Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 219.02it/s]", "weights"),
     ("(Worker pid=11891) INFO 11-30 11:15:02 [default_loader.py:501] Loading weights took 0.01 seconds", "weights"),
     ("INFO 05-10 16:00:15 [backends.py:1167] Dynamo bytecode transform time: 7.20 s", "compile"),
-    ("INFO [backends.py:1105] Using cache directory: /root/.cache/vllm/x for vLLM's torch.compile", "compile"),
+    ("INFO [backends.py:1105] Using cache directory: /home/me/.cache/vllm/x for vLLM's torch.compile", "compile"),
     ("Capturing CUDA graphs (decode, FULL):  50%|#####     | 1/2 [00:00<00:00,  2.98it/s]", "graphs"),
     ("(VllmWorker rank=0 pid=2445155) INFO [gpu_model_runner.py:1686] Graph capturing finished in 112 secs", "graphs"),
     ("(APIServer pid=11727) INFO:     Application startup complete.", "ready"),
