@@ -120,7 +120,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from itertools import accumulate, pairwise
@@ -972,7 +972,7 @@ def ends_in_a_loop(text: str) -> bool:
 
 
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
-LAYOUT_VERSION = 1
+SETTINGS_READ = 64  # blocks whose settings are looked into when a run goes on
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
 COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
@@ -1036,7 +1036,7 @@ class Blocks(Protocol):
         """Count the values in a column of a block."""
 
     def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
+        """Return what blocks that are there say of the settings they were made with; None if one says nothing."""
 
     def unpublished(self) -> bool:
         """Whether closed blocks wait here for being published."""
@@ -1089,9 +1089,13 @@ class BlockFolder:
         return count_values(self.path(number), column)
 
     def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        closed = self.closed()
-        return [settings_in(self.path(min(closed)))] if closed else []
+        """Return what blocks that are there say of the settings they were made with; None if one says nothing.
+
+        Of very many, the first, the last and some between are looked into.
+        """
+        closed = sorted(self.closed())
+        looked_into = {*closed[:: max(1, len(closed) // SETTINGS_READ)], *closed[-1:]}
+        return list(dict.fromkeys(settings_in(self.path(number)) for number in sorted(looked_into)))
 
     def unpublished(self) -> bool:
         """Blocks of a folder have nowhere to go."""
@@ -1144,8 +1148,21 @@ def settings_in(file: Any) -> bytes | None:
     """Return what a block says of the settings it was made with; None if it says nothing."""
     import pyarrow.parquet as pq
 
-    metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+    with whole_block(file):
+        metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
     return metadata.get(SETTINGS_KEY)
+
+
+@contextmanager
+def whole_block(file: Any) -> Iterator[None]:
+    """Say which file it is that is no block, cut short or from elsewhere."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowInvalid, KeyError) as error:
+        name = getattr(file, "path", file)
+        raise UsageError(f"{name} is no block of this output ({error}); remove it, and run again") from error
 
 
 def count_values(source: Any, column: str) -> Counter[str]:
@@ -1153,7 +1170,7 @@ def count_values(source: Any, column: str) -> Counter[str]:
     import pyarrow.parquet as pq
 
     counts: Counter[str] = Counter()
-    with pq.ParquetFile(source) as file:
+    with whole_block(source), pq.ParquetFile(source) as file:
         for group in range(file.metadata.num_row_groups):
             value = _only_value(file.metadata.row_group(group), column)
             if value is None:
@@ -1421,6 +1438,7 @@ def _storable(text: str | None) -> str | None:
 
 
 ResultT = TypeVar("ResultT")
+ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -1444,6 +1462,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._since = 0.0
         self.last_will: Callable[[], None] | None = None
         self._cancel: Callable[[], object] | None = None
 
@@ -1479,11 +1498,13 @@ class Interrupts:
             raise Interrupted(self.number) from None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == number and time.monotonic() - self._since < ECHO_S:
+            return
         if self.number is not None:
             if self.last_will:
                 self.last_will()
             os._exit(128 + number)
-        self.number = number
+        self.number, self._since = number, time.monotonic()
         if self._cancel is None:
             raise Interrupted(number)
         self._cancel()
@@ -2119,8 +2140,23 @@ LINE_EVERY_S = 30.0
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line for people."""
-    print(text, file=stream or sys.stderr, flush=True)
+    """Print a line for people; that nobody reads it any more is no reason to stop."""
+    target = stream or sys.stderr
+    if target is not None:  # None where whoever started us closed it
+        with suppress(OSError, ValueError):
+            print(text, file=target, flush=True)
+
+
+def say_to_programs(line: str) -> None:
+    """Write the last line, on stdout; where that can't be written, say so to people."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        say(f"the last line can't be written to stdout: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more at its end
 
 
 @dataclass
@@ -2258,8 +2294,9 @@ def beside(*work: Coroutine[Any, Any, None]) -> Iterator[None]:
 
 
 async def _report_progress(tally: Tally) -> None:
-    if sys.stderr.isatty():
-        await _show_bar(tally)
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):
+            await _show_bar(tally)
     while True:
         await asyncio.sleep(LINE_EVERY_S)
         say(tally.line())
@@ -3678,7 +3715,11 @@ def open_source(
         wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
         found = _open_rows(wanted, patience)
     except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
+        cause = error.__cause__ or error  # `datasets` wraps what says most
+        raise UsageError(
+            f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
+            "check the path, --config and --split"
+        ) from error
     rows, split_name, paths_are_ours = found
     if not rows.num_rows:
         raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
@@ -3817,8 +3858,17 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
             else "how many rows it has stands nowhere, or it is packed"
         )
         say(f"{name} can't be streamed, for {reason}: downloading it")
+    if wanted.is_local:
+        _refuse_line_breaks(path)
     loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def _refuse_line_breaks(folder: Path) -> None:
+    """Refuse file names that `datasets` passes over in silence: a page would be missing, and nobody told."""
+    for file in folder.rglob("*"):
+        if "\n" in file.name or "\r" in file.name:
+            raise UsageError(f"{str(file)!r}: `datasets` can't read a name with a line break; rename the file")
 
 
 @dataclass(frozen=True)
@@ -5457,8 +5507,14 @@ def preflight(run: Run) -> None:
     run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
+        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
         for stored in run.at.blocks.stored_settings():
             check_settings_are_ours(str(run.output), stored, settings)
+        if beyond:
+            raise UsageError(
+                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
+                "remove it, choose another output, or --overwrite"
+            )
         if not run.way.streams:
             check_published(run.output, plan.split, settings)
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
@@ -5632,6 +5688,8 @@ def carry_out(run: Run, ask_all: AskAll) -> int:
             message, code = str(error), error.exit_code
             if interrupts.number:  # what else went wrong then is its consequence
                 message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except ModuleNotFoundError as error:
+            return refuse(run.script, run.options, no_module(error, run.script))
         except Exception as error:
             say_end(run, 1, f"{type(error).__name__}: {error}")
             raise
@@ -5648,6 +5706,8 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         todo = [] if run.way.finishes else run.todo()
         start_counting(run, todo)
         run.at.blocks.get_ready(to_write=bool(todo))
+        if not todo and not run.way.finishes:
+            say("nothing is left to ask: all blocks are there (--overwrite starts anew)")
         if todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
@@ -5722,6 +5782,11 @@ def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
     return shown
 
 
+def no_module(error: ModuleNotFoundError, script: str) -> UsageError:
+    """Say what to do where the script runs without what its header names."""
+    return UsageError(f"there is no module {error.name!r} here; `uv run {script} …` brings what the script needs")
+
+
 def refuse(script: str, options: CommonOptions, error: JobError) -> int:
     """Say, to people and to programs, why a run did not begin; return the exit code."""
     say(f"{script}: {error}")
@@ -5737,8 +5802,7 @@ def refuse(script: str, options: CommonOptions, error: JobError) -> int:
         tally=None,
         statuses={},
     )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
+    say_to_programs(outcome.json_line())
     return error.exit_code
 
 
@@ -5760,8 +5824,7 @@ def say_end(run: Run, code: int, message: str) -> None:
         tally=run.tally,
         statuses=run.statuses,
     )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
+    say_to_programs(outcome.json_line())
 
 
 # ---- engine ----------------------------------------------------------------------------------------------------------
@@ -6420,6 +6483,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_version(trust, version("vllm"), version("transformers"))
     except JobError as error:
         return refuse(SCRIPT, options, error)
+    except ModuleNotFoundError as error:
+        return refuse(SCRIPT, options, no_module(error, SCRIPT))
     return carry_out(run, functools.partial(ask_engine, options, trust))
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
-LAYOUT_VERSION = 1
+SETTINGS_READ = 64  # blocks whose settings are looked into when a run goes on
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
 COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
@@ -88,7 +88,7 @@ class Blocks(Protocol):
         """Count the values in a column of a block."""
 
     def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block in each place says of the settings it was made with; None if it says nothing."""
+        """Return what blocks that are there say of the settings they were made with; None if one says nothing."""
 
     def unpublished(self) -> bool:
         """Whether closed blocks wait here for being published."""
@@ -141,9 +141,13 @@ class BlockFolder:
         return count_values(self.path(number), column)
 
     def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block that is there says of the settings it was made with; None if it says nothing."""
-        closed = self.closed()
-        return [settings_in(self.path(min(closed)))] if closed else []
+        """Return what blocks that are there say of the settings they were made with; None if one says nothing.
+
+        Of very many, the first, the last and some between are looked into.
+        """
+        closed = sorted(self.closed())
+        looked_into = {*closed[:: max(1, len(closed) // SETTINGS_READ)], *closed[-1:]}
+        return list(dict.fromkeys(settings_in(self.path(number)) for number in sorted(looked_into)))
 
     def unpublished(self) -> bool:
         """Blocks of a folder have nowhere to go."""
@@ -196,8 +200,21 @@ def settings_in(file: Any) -> bytes | None:
     """Return what a block says of the settings it was made with; None if it says nothing."""
     import pyarrow.parquet as pq
 
-    metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
+    with whole_block(file):
+        metadata: dict[bytes, bytes] = pq.read_schema(file).metadata or {}
     return metadata.get(SETTINGS_KEY)
+
+
+@contextmanager
+def whole_block(file: Any) -> Iterator[None]:
+    """Say which file it is that is no block, cut short or from elsewhere."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowInvalid, KeyError) as error:
+        name = getattr(file, "path", file)
+        raise UsageError(f"{name} is no block of this output ({error}); remove it, and run again") from error
 
 
 def count_values(source: Any, column: str) -> Counter[str]:
@@ -205,7 +222,7 @@ def count_values(source: Any, column: str) -> Counter[str]:
     import pyarrow.parquet as pq
 
     counts: Counter[str] = Counter()
-    with pq.ParquetFile(source) as file:
+    with whole_block(source), pq.ParquetFile(source) as file:
         for group in range(file.metadata.num_row_groups):
             value = _only_value(file.metadata.row_group(group), column)
             if value is None:

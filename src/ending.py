@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections import Counter
@@ -16,7 +15,7 @@ from .interrupt import Interrupted, Interrupts
 from .job import Run, input_name, is_private, preflight, run_info, start_counting
 from .options import CommonOptions
 from .publish import publish, publish_card, write_card
-from .report import Outcome, duration, say
+from .report import Outcome, duration, say, say_to_programs
 from .result import SOUND
 
 AskAll = Callable[[Run, Sequence[int], ExitStack, Interrupts], None]
@@ -46,6 +45,8 @@ def carry_out(run: Run, ask_all: AskAll) -> int:
             message, code = str(error), error.exit_code
             if interrupts.number:  # what else went wrong then is its consequence
                 message, code = f"{Interrupted(interrupts.number)}; {error}", 128 + interrupts.number
+        except ModuleNotFoundError as error:
+            return refuse(run.script, run.options, no_module(error, run.script))
         except Exception as error:
             say_end(run, 1, f"{type(error).__name__}: {error}")
             raise
@@ -62,6 +63,8 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         todo = [] if run.way.finishes else run.todo()
         start_counting(run, todo)
         run.at.blocks.get_ready(to_write=bool(todo))
+        if not todo and not run.way.finishes:
+            say("nothing is left to ask: all blocks are there (--overwrite starts anew)")
         if todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
@@ -136,6 +139,11 @@ def first_texts(run: Run, count: int) -> list[tuple[str, str]]:
     return shown
 
 
+def no_module(error: ModuleNotFoundError, script: str) -> UsageError:
+    """Say what to do where the script runs without what its header names."""
+    return UsageError(f"there is no module {error.name!r} here; `uv run {script} …` brings what the script needs")
+
+
 def refuse(script: str, options: CommonOptions, error: JobError) -> int:
     """Say, to people and to programs, why a run did not begin; return the exit code."""
     say(f"{script}: {error}")
@@ -151,8 +159,7 @@ def refuse(script: str, options: CommonOptions, error: JobError) -> int:
         tally=None,
         statuses={},
     )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
+    say_to_programs(outcome.json_line())
     return error.exit_code
 
 
@@ -174,5 +181,4 @@ def say_end(run: Run, code: int, message: str) -> None:
         tally=run.tally,
         statuses=run.statuses,
     )
-    sys.stdout.write(outcome.json_line() + "\n")
-    sys.stdout.flush()
+    say_to_programs(outcome.json_line())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,6 +36,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._since = 0.0
         self.last_will: Callable[[], None] | None = None
         self._cancel: Callable[[], object] | None = None
 
@@ -69,11 +72,13 @@ class Interrupts:
             raise Interrupted(self.number) from None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == number and time.monotonic() - self._since < ECHO_S:
+            return
         if self.number is not None:
             if self.last_will:
                 self.last_will()
             os._exit(128 + number)
-        self.number = number
+        self.number, self._since = number, time.monotonic()
         if self._cancel is None:
             raise Interrupted(number)
         self._cancel()

@@ -178,8 +178,14 @@ def preflight(run: Run) -> None:
     run.opened = Opened(source, plan, _blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
+        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
         for stored in run.at.blocks.stored_settings():
             check_settings_are_ours(str(run.output), stored, settings)
+        if beyond:
+            raise UsageError(
+                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
+                "remove it, choose another output, or --overwrite"
+            )
         if not run.way.streams:
             check_published(run.output, plan.split, settings)
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:

@@ -47,7 +47,7 @@ from importlib.metadata import version
 from typing import Any
 
 from .canary import Canary
-from .ending import carry_out, refuse
+from .ending import carry_out, no_module, refuse
 from .engine import OfflineEngine
 from .errors import EngineError, JobError, UsageError
 from .flow import Job, count_cores, run_job
@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_version(trust, version("vllm"), version("transformers"))
     except JobError as error:
         return refuse(SCRIPT, options, error)
+    except ModuleNotFoundError as error:
+        return refuse(SCRIPT, options, no_module(error, SCRIPT))
     return carry_out(run, functools.partial(ask_engine, options, trust))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,8 +22,23 @@ LINE_EVERY_S = 30.0
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line for people."""
-    print(text, file=stream or sys.stderr, flush=True)
+    """Print a line for people; that nobody reads it any more is no reason to stop."""
+    target = stream or sys.stderr
+    if target is not None:  # None where whoever started us closed it
+        with suppress(OSError, ValueError):
+            print(text, file=target, flush=True)
+
+
+def say_to_programs(line: str) -> None:
+    """Write the last line, on stdout; where that can't be written, say so to people."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        say(f"the last line can't be written to stdout: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more at its end
 
 
 @dataclass
@@ -160,8 +176,9 @@ def beside(*work: Coroutine[Any, Any, None]) -> Iterator[None]:
 
 
 async def _report_progress(tally: Tally) -> None:
-    if sys.stderr.isatty():
-        await _show_bar(tally)
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):
+            await _show_bar(tally)
     while True:
         await asyncio.sleep(LINE_EVERY_S)
         say(tally.line())

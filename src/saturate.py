@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 from .blocks import Shard
 from .driver import DriverOptions, drive, wanted_server
-from .ending import carry_out, refuse
+from .ending import carry_out, no_module, refuse
 from .errors import JobError, UsageError
 from .flavors import price_here
 from .flow import count_cores
@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)
+    except ModuleNotFoundError as error:
+        return refuse(SCRIPT, options, no_module(error, SCRIPT))
     return carry_out(run, functools.partial(saturate_server, options, wanted))
 
 

@@ -41,7 +41,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from .driver import DriverOptions, drive, wanted_server
-from .ending import carry_out, refuse
+from .ending import carry_out, no_module, refuse
 from .errors import JobError
 from .flow import count_cores
 from .interrupt import Interrupts
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)
+    except ModuleNotFoundError as error:
+        return refuse(SCRIPT, options, no_module(error, SCRIPT))
     return carry_out(run, functools.partial(ask_server, options, wanted))
 
 

@@ -109,7 +109,11 @@ def open_source(
         wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
         found = _open_rows(wanted, patience)
     except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(f"input {name!r} can't be read as a dataset: {type(error).__name__}: {error}") from error
+        cause = error.__cause__ or error  # `datasets` wraps what says most
+        raise UsageError(
+            f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
+            "check the path, --config and --split"
+        ) from error
     rows, split_name, paths_are_ours = found
     if not rows.num_rows:
         raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
@@ -248,8 +252,17 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
             else "how many rows it has stands nowhere, or it is packed"
         )
         say(f"{name} can't be streamed, for {reason}: downloading it")
+    if wanted.is_local:
+        _refuse_line_breaks(path)
     loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def _refuse_line_breaks(folder: Path) -> None:
+    """Refuse file names that `datasets` passes over in silence: a page would be missing, and nobody told."""
+    for file in folder.rglob("*"):
+        if "\n" in file.name or "\r" in file.name:
+            raise UsageError(f"{str(file)!r}: `datasets` can't read a name with a line break; rename the file")
 
 
 @dataclass(frozen=True)
