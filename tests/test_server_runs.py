@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import pytest
 from PIL import Image
 
 from src.blocks import BlockFolder
-from src.interrupt import Interrupts
+from src.interrupt import ECHO_S, Interrupts
 from src.models import find_profile
 from src.question import page_seed
 from tests.runs import (
@@ -202,6 +203,7 @@ def test_a_second_ctrl_c_ends_the_run_and_its_server_at_once(tmp_path: Path) -> 
         run.signal(signal.SIGINT)
         # The first one has cancelled what hung, and waits for a server that won't go.
         wait_until(lambda: any(entry["outcome"] == "cancelled" for entry in read_journal(journal)), "it is handled")
+        time.sleep(2 * ECHO_S)  # as a person, and not as a program that passes the first one on
         run.signal(signal.SIGINT)
         ended = run.wait()
     assert ended.code == 130
