@@ -1,27 +1,23 @@
 """Rows of a dataset by address, undecoded.
 
-A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet,
-local or on the Hub, is read batch by batch out of its row groups (footers first: file → row groups → rows), so memory
-is flat whatever the size of a row group, and a resumed run touches the row groups of its own rows only. Anything
-else that `datasets` can load is streamed where that is asked for, or memory-mapped by it. What the Hub fails to give
-is asked for again from where it broke off, for a while.
+A source knows how many rows it has and reads any of them as an Arrow table, every column as it is stored. Parquet is
+read out of its row groups; anything else that `datasets` can load is streamed where that is asked for, or
+memory-mapped by it.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import SourceError, UsageError, network_errors
+from .beside import embed_pictures
+from .errors import UsageError, network_errors
+from .parquet_rows import ParquetRows
 from .patience import Patience
 from .report import say
 from .splits import choose_split, is_saved, open_saved
@@ -32,11 +28,6 @@ if TYPE_CHECKING:
 
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
-FOOTER_THREADS = 16
-MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
-PIECE_BYTES = 8 * 1024**2
-REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
-BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -265,140 +256,6 @@ def _refuse_line_breaks(folder: Path) -> None:
             raise UsageError(f"{str(file)!r}: `datasets` can't read a name with a line break; rename the file")
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of one parquet file, and the address of its first row."""
-
-    file: str
-    index: int
-    start: int
-    num_rows: int
-
-
-class ParquetRows:
-    """Rows of parquet files, local paths or `hf://` addresses, read through their row groups."""
-
-    def __init__(self, files: Sequence[str], features: Any = None, patience: Patience | None = None) -> None:
-        self._patience = patience or Patience(0.0)
-        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            try:
-                footers = list(pool.map(lambda file: _footer_of(file, self._patience), files))
-            except BaseException:
-                self._patience.hurry(0.0)  # the pool waits for its threads
-                raise
-        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
-        self._starts = [group.start for group in self._groups]
-        self.num_rows = sum(group.num_rows for group in self._groups)
-        self.schema: pa.Schema = footers[0][1]
-        if features is not None:  # a card's `dataset_info` says more than a file without metadata
-            self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
-        self._lock = threading.Lock()
-        self._stream: tuple[int, Iterator[pa.RecordBatch], pa.Table] | None = None
-
-    def read(self, addresses: Sequence[int]) -> pa.Table:
-        """Read rows by address; cheapest is a range that goes on where the last read ended."""
-        import pyarrow as pa
-
-        with self._lock:
-            if isinstance(addresses, range):
-                return pa.concat_tables(self._run(addresses.start, addresses.stop))
-            wanted = [int(address) for address in addresses]
-            found: dict[int, pa.Table] = {}
-            for address in sorted(set(wanted)):
-                # a copy, for a slice would keep the whole batch in memory
-                found[address] = pa.concat_tables(self._run(address, address + 1)).take([0])
-            return pa.concat_tables([found[address] for address in wanted])
-
-    def _run(self, start: int, stop: int) -> Iterator[pa.Table]:
-        while start < stop:
-            batch_start, batch = self._batch_at(start)
-            part = batch.slice(start - batch_start, min(stop, batch_start + batch.num_rows) - start)
-            yield part
-            start += part.num_rows
-
-    def _batch_at(self, address: int) -> tuple[int, pa.Table]:
-        """Return (address of its first row, batch) of the batch that holds `address`, trying again where that helps."""
-        import pyarrow as pa
-
-        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-        place = f"reading {group.file}, row group {group.index},"
-        try:
-            if "://" in group.file:
-                return self._patience.call(lambda: self._sought(address), place)
-            return self._sought(address)
-        except (*network_errors(), pa.ArrowInvalid) as error:
-            raise SourceError(f"{place} failed: {error}; run again to resume") from error
-
-    def _sought(self, address: int) -> tuple[int, pa.Table]:
-        """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""
-        if self._stream is None or not self._stream_reaches(address):
-            group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-            self._stream = (group.start, self._open(group), self.schema.empty_table())
-        start, batches, batch = self._stream
-        self._stream = None
-        while address >= start + batch.num_rows:
-            start += batch.num_rows
-            batch = self._fit(next(batches))
-        self._stream = (start, batches, batch)
-        return start, batch
-
-    def _stream_reaches(self, address: int) -> bool:
-        assert self._stream is not None
-        group = self._groups[bisect.bisect_right(self._starts, address) - 1]
-        return group.start <= self._stream[0] <= address and self._stream[0] < group.start + group.num_rows
-
-    def _open(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
-        import pyarrow.parquet as pq
-
-        with _open_file(group.file) as handle, pq.ParquetFile(handle) as file:
-            reader = file
-            if file.metadata.row_group(group.index).total_byte_size > MOST_READ_AHEAD_BYTES:
-                # by itself pyarrow fetches a row group whole, which costs three times its size
-                reader = pq.ParquetFile(handle, metadata=file.metadata, pre_buffer=False, buffer_size=PIECE_BYTES)
-            yield from reader.iter_batches(batch_size=BATCH_ROWS, row_groups=[group.index])
-
-    def _fit(self, batch: pa.RecordBatch) -> pa.Table:
-        """Give a batch the schema of the first file: later files may order or widen their columns differently."""
-        import pyarrow as pa
-
-        table = pa.Table.from_batches([batch])
-        if table.schema.equals(self.schema, check_metadata=True):
-            return table
-        return table.select(self.schema.names).cast(self.schema.remove_metadata()).cast(self.schema)
-
-
-def _open_file(file: str) -> Any:
-    if "://" not in file:
-        return Path(file).open("rb")
-    from fsspec.core import url_to_fs
-
-    filesystem, path = url_to_fs(file)
-    return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
-
-
-def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
-    return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
-
-
-def _footer(file: str) -> tuple[list[int], pa.Schema]:
-    """Return (rows of each row group, schema) of a parquet file."""
-    import pyarrow.parquet as pq
-
-    with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
-        metadata = parquet.metadata
-        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        return counts, parquet.schema_arrow
-
-
-def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
-    start = 0
-    for file, group_rows in zip(files, counts, strict=True):
-        for index, num_rows in enumerate(group_rows):
-            if num_rows:
-                yield RowGroup(file, index, start, num_rows)
-            start += num_rows
-
-
 class MappedRows:
     """Rows of a `datasets.Dataset`, memory-mapped and not decoded."""
 
@@ -416,46 +273,3 @@ class MappedRows:
         else:
             table = pa.concat_tables([self._table[int(address) : int(address) + 1] for address in addresses])
         return table.cast(self.schema)
-
-
-def embed_pictures(table: pa.Table, column: str, roots: Sequence[Path]) -> pa.Table:
-    """Put the bytes of pictures that lie beside the table into its cells; a path outside `roots` stays a path.
-
-    As `datasets` does when it pushes: the cell then holds the bytes and the bare name of the file.
-    """
-    import pyarrow as pa
-
-    field = table.schema.field(column)
-    if not pa.types.is_struct(field.type) or {child.name for child in field.type} != {"bytes", "path"}:
-        return table
-    if not any(cell["bytes"].as_py() is None and cell["path"].is_valid for cell in table[column] if cell.is_valid):
-        return table
-    chunks = [pa.array([_embedded(cell.as_py(), roots)], type=field.type) for cell in table[column]]
-    return table.set_column(table.schema.names.index(column), field, pa.chunked_array(chunks, type=field.type))
-
-
-def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, Any] | None:
-    if cell is None or cell["bytes"] is not None or not cell["path"]:
-        return cell
-    inside = path_inside(cell["path"], roots)
-    if inside is None:
-        return cell
-    try:
-        return {"bytes": inside.read_bytes(), "path": Path(cell["path"]).name}
-    except OSError:
-        return cell
-
-
-def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
-    """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
-    if "\0" in path:
-        return None
-    for root in roots:
-        try:
-            real_root = root.resolve(strict=True)
-            real = (real_root / path).resolve(strict=True)
-        except (OSError, RuntimeError):
-            continue
-        if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
-            return real
-    return None

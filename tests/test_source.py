@@ -14,18 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from src.beside import embed_pictures, path_inside
 from src.errors import SourceError, UsageError
+from src.parquet_rows import ParquetRows
 from src.patience import Patience
-from src.source import (
-    ParquetRows,
-    Source,
-    choose_image_column,
-    choose_rows,
-    embed_pictures,
-    local_fingerprint,
-    open_source,
-    path_inside,
-)
+from src.source import Source, choose_image_column, choose_rows, local_fingerprint, open_source
 from src.splits import choose_split
 from src.stream import StreamedRows, open_streamed
 from tests.stub_vllm import tagged_png
@@ -297,7 +290,7 @@ def far_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ParquetRo
     opened: list[str] = []
     for number in range(2):
         write_rows(tmp_path / f"{number}.parquet", number * 200, 200, 200)
-    monkeypatch.setattr("src.source._open_file", lambda file: Flaky(file.removeprefix("far://"), failures, opened))
+    monkeypatch.setattr("src.parquet_rows._open_file", lambda file: Flaky(file.removeprefix("far://"), failures, opened))
     monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
     rows = ParquetRows([f"far://{tmp_path / f'{n}.parquet'}" for n in range(2)], patience=Patience(0.5, 0.1))
     opened.clear()
@@ -386,12 +379,12 @@ def test_a_large_row_group_is_not_fetched_whole(tmp_path: Path, monkeypatch: pyt
             sizes.append(size)
             return super().read(size)
 
-    monkeypatch.setattr("src.source._open_file", lambda file: Counted(file, [], []))
+    monkeypatch.setattr("src.parquet_rows._open_file", lambda file: Counted(file, [], []))
     assert ParquetRows([str(path)]).read(range(10_000)).equals(table)
     assert max(sizes) > 9_900_000
     sizes.clear()
-    monkeypatch.setattr("src.source.MOST_READ_AHEAD_BYTES", 100_000)
-    monkeypatch.setattr("src.source.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("src.parquet_rows.MOST_READ_AHEAD_BYTES", 100_000)
+    monkeypatch.setattr("src.parquet_rows.PIECE_BYTES", 100_000)
     rows = ParquetRows([str(path)])
     assert rows.read(range(10)).num_rows == 10
     assert sum(sizes) < 4_000_000
