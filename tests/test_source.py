@@ -290,7 +290,11 @@ def far_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ParquetRo
     opened: list[str] = []
     for number in range(2):
         write_rows(tmp_path / f"{number}.parquet", number * 200, 200, 200)
-    monkeypatch.setattr("src.parquet_rows._open_file", lambda file: Flaky(file.removeprefix("far://"), failures, opened))
+
+    def flaky(file: str) -> Flaky:
+        return Flaky(file.removeprefix("far://"), failures, opened)
+
+    monkeypatch.setattr("src.parquet_rows._open_file", flaky)
     monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
     rows = ParquetRows([f"far://{tmp_path / f'{n}.parquet'}" for n in range(2)], patience=Patience(0.5, 0.1))
     opened.clear()
