@@ -7,7 +7,8 @@
 The stub server answers each page after 1.5 s and no more pages a second than its ceiling. Each contestant is given so
 many seconds from its first request on; what counts as steady is the second half of them. Two kinds of pages: A4 scans,
 where the CPU decides, and thumbnails, which cost nobody much, where the window decides. A contestant whose CPU was the
-limit at one ceiling is not run at a higher one: client and stub had all cores to themselves, or one thread had a core.
+limit at one ceiling (client and stub had all cores, or one thread had a whole one) is not run at a higher one.
+`CPU allows` is the pace at which that would be so. `others'` are cores that other programs took: it should be near 0.
 
     data-url  lighton-ocr3-saturate.py, to a server that runs already
     file      the same with a `vllm` that it starts itself: pages travel through shared memory
@@ -64,6 +65,8 @@ MOST_A_CORE = {"scans": 12.0, "thumbnails": 1000.0}
 MOST_IN_FLIGHT = 512  # what windows may be: the last page must not be asked about before the time is up
 REACHED = 0.9
 REACHED_OVER_S = 2.0  # measured over so long a time
+FULL = 0.97
+IDLE_SHARE = 0.05
 BUSY_SHARE, BUSY_THREAD = 0.85, 0.9  # of all cores, and of one: beyond that the CPU is the limit
 PATIENCE_S = 120.0
 
@@ -363,7 +366,9 @@ class Figures:
     most_in_flight: int
     peak_mib: float
     peak_mib_in_flight: float  # all that it held beyond the first request, by the most in flight
+    cpu_allows: float  # pages a second with all cores for client and stub, or with a whole core for its busiest thread
     cpu_bound: bool
+    disturbed: bool  # it fell short, and others had the cores
 
 
 def time_run(who: Contestant, ceiling: float, kind: str, pages: Path, options: argparse.Namespace) -> Figures:
@@ -395,6 +400,7 @@ def figures(
     pace = done / passed_s
     idle, busiest = (last.idle_s - begin.idle_s) / passed_s, max(threads, default=0.0) / passed_s
     client, server = (last.cpu_s - begin.cpu_s) / passed_s, (last.server_cpu_s - begin.server_cpu_s) / passed_s
+    is_busy = client + server >= BUSY_SHARE * CORES or busiest >= BUSY_THREAD
     most = max(sample.in_flight for sample in run.samples)
     peak = max(sample.held_mib for sample in run.samples)
     return Figures(
@@ -415,7 +421,9 @@ def figures(
         most_in_flight=most,
         peak_mib=peak,
         peak_mib_in_flight=(peak - run.samples[0].held_mib) / max(1, most),
-        cpu_bound=pace < 0.97 * ceiling and (client + server >= BUSY_SHARE * CORES or busiest >= BUSY_THREAD),
+        cpu_allows=pace / max((client + server) / CORES, busiest, 1e-9),
+        cpu_bound=pace < FULL * ceiling and is_busy,
+        disturbed=pace < FULL * ceiling and not is_busy and idle < IDLE_SHARE * CORES,
     )
 
 
@@ -438,7 +446,8 @@ COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("CPU ms/page", lambda f: f"{f.cpu_ms_a_page:.0f}"),
     ("cores", lambda f: f"{f.client_cores:.2f}"),
     ("stub's", lambda f: f"{f.server_cores:.2f}"),
-    ("others", lambda f: f"{f.others_cores:.2f}"),
+    ("others'", lambda f: f"{f.others_cores:.2f}"),
+    ("CPU allows", lambda f: f"{f.cpu_allows:.1f}"),
     ("in flight", lambda f: f"{f.most_in_flight}"),
     ("peak MiB", lambda f: f"{f.peak_mib:.0f}"),
 )
@@ -447,6 +456,7 @@ COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
 def line_of(f: Figures) -> str:
     """One line of the table."""
     bound = f"  CPU-bound at {f.pages_per_s:.1f} pages/s" if f.cpu_bound else ""
+    bound += "  disturbed: other programs had the cores" if f.disturbed else ""
     cells = "".join(f"{cell(f):>{max(10, len(title) + 2)}}" for title, cell in COLUMNS)
     return f"{f.ceiling:>7g}  {f.client:<10}{cells}{bound}"
 
