@@ -24,9 +24,17 @@ LINE_EVERY_S = 30.0
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line for people; that nobody reads it any more is no reason to stop."""
     target = stream or sys.stderr
-    if target is not None:  # None where whoever started us closed it
-        with suppress(OSError, ValueError):
-            print(text, file=target, flush=True)
+    if target is None:  # closed by whoever started us
+        return
+    try:
+        print(text, file=target, flush=True)
+    except OSError:
+        _silence(target)
+
+
+def _silence(stream: TextIO) -> None:
+    """Send a stream that can't be written any more nowhere, or Python fails once more when it flushes it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say_to_programs(line: str) -> None:
@@ -38,7 +46,7 @@ def say_to_programs(line: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         say(f"the last line can't be written to stdout: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails once more at its end
+        _silence(sys.stdout)
 
 
 @dataclass

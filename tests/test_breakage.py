@@ -38,11 +38,16 @@ def words(stub: StubVllm, pages: Path, tmp_path: Path) -> tuple[str, ...]:
     return (str(pages), str(tmp_path / "out"), "--server", stub.url, "--block-rows", "4")
 
 
+def buffered() -> dict[str, str]:
+    """The environment of a person: here streams may be unbuffered, which hides what is lost at the end."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def run_with(redirections: str, words: tuple[str, ...]) -> int:
     """Run the script as a shell starts it, with its streams redirected."""
     command = f'exec "$0" "$@" {redirections}'
     started = ["/bin/sh", "-c", command, sys.executable, str(SCRIPT), "--no-canary", *words]
-    return subprocess.run(started, timeout=120, check=False, capture_output=True).returncode
+    return subprocess.run(started, timeout=120, check=False, capture_output=True, env=buffered()).returncode
 
 
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", ">&- 2>&-", ">/dev/full", "2>/dev/full"])
@@ -55,17 +60,17 @@ def test_streams_that_are_closed_or_full_cost_no_page(
 
 def test_with_stderr_closed_stdout_still_has_the_json_line_alone(words: tuple[str, ...]) -> None:
     started = ["/bin/sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, str(SCRIPT), "--no-canary", *words]
-    done = subprocess.run(started, timeout=120, check=True, capture_output=True, text=True)
+    done = subprocess.run(started, timeout=120, check=True, capture_output=True, text=True, env=buffered())
     assert done.stdout.count("\n") == 1
     assert done.stdout.startswith('{"version": 1')
 
 
 def test_nobody_reading_stderr_any_more_costs_no_page(words: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--no-canary", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered()) as process:
         assert process.stderr is not None
         process.stderr.close()
-        stdout, _ = process.stdout.read() if process.stdout else b"", None
+        stdout = process.stdout.read() if process.stdout else b""
         assert process.wait(timeout=120) == 0
     assert stdout.startswith(b'{"version": 1')
     assert len(output_table(tmp_path / "out")) == 12
