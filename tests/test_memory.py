@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 NOTE_BYTES = 4096
 BLOCK_ROWS = 256
-# After its first fifth a run took on 0 to 10 MiB, of 10,000 rows (65 MiB) as of 100,000 (650 MiB).
+# After its first fifth a run of 100,000 rows (660 MiB) took on 5 MiB. With 10,000 rows the first fifth is over before
+# the allocator has found its size: there the same run took on 7 to 43 MiB.
 MOST_GROWTH_MIB = 40.0
 
 
@@ -82,8 +83,8 @@ def growth_mib(seen: Sequence[tuple[float, float]]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("rows", [10_000, 100_000])
-def test_many_rows_take_no_more_memory_than_few(tmp_path: Path, rows: int) -> None:
+def test_a_hundred_thousand_rows_take_no_more_memory_than_the_first_fifth_of_them(tmp_path: Path) -> None:
+    rows = 100_000
     held_mib = write_rows(tmp_path / "in", rows) / MIB
     assert held_mib > 1.5 * MOST_GROWTH_MIB, "a run that kept all rows must fail here"
     out, log = tmp_path / "out", tmp_path / "log"
