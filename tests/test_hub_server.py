@@ -12,7 +12,8 @@ import pytest
 import requests
 from PIL import Image
 
-from tests.hub_server import PR_TOKEN, READ_TOKEN, WRITE_TOKEN, HubServer, hub_env
+from tests.hub_server import HubServer, hub_env
+from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
