@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from tests.hub_jobs import JobsPlace
 from tests.hub_state import (
     DATE,
     Blob,
@@ -40,6 +41,7 @@ class Routes:
         self.bytes_served: Counter[str] = Counter()
         self.failures: list[Failure] = []
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.jobs = JobsPlace(self._check_jobs, lambda bucket: {})
         self.tree_page_size = 1000
         self.multipart_from_bytes = 16 * 1024 * 1024
         self.multipart_chunk_bytes = 8 * 1024 * 1024
@@ -75,6 +77,7 @@ class Routes:
                 web.post("/lfs/verify", self.lfs_verify),
                 web.get("/lfs/objects/{oid}", self.lfs_get),
                 web.get(files + "/resolve/{revision}/{path:.+}", self.resolve),
+                *self.jobs.routes(),
             ]
         )
         return app
@@ -107,6 +110,9 @@ class Routes:
 
     def _token(self, request: web.Request) -> Token | None:
         return self.hub.identify(request.headers.get("Authorization", ""))
+
+    def _check_jobs(self, request: web.Request, namespace: str) -> None:
+        self.hub.check_write(namespace, self._token(request))
 
     def _repo(self, request: web.Request) -> Repo:
         names = request.match_info

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from tests.hub_jobs import JobsPlace
+
 
 class HubServer:
     """The stand-in, running in a thread for the length of a `with` block."""
@@ -43,6 +45,11 @@ class HubServer:
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
+
+    @property
+    def jobs(self) -> JobsPlace:
+        """Where jobs run."""
+        return self.routes.jobs
 
     @property
     def requests(self) -> Counter[str]:
@@ -101,6 +108,7 @@ class HubServer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.jobs.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
