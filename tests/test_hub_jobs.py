@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.hub_server import PR_TOKEN, READ_TOKEN, WRITE_TOKEN, HubServer, hub_env
+from tests.hub_server import HubServer, hub_env
+from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN
 from tests.runs import wait_until
 
 if TYPE_CHECKING:
