@@ -69,13 +69,14 @@ the same questions and writes the same blocks.
 #       ahead.
 #   source: Rows of a dataset by address, undecoded.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
-#   publish: The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
+#   publish: The output: where it goes, its card, and the one commit that publishes it.
 #   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #   models: The profiles: everything that differs between the LightOnOCR generations.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
-#   job: A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
+#   job: A run: what the options ask for, and what then has to be done.
+#   preflight: What is checked before any GPU time, so that a run which can't end well does not begin.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
 #       found.
 #   engine: A vLLM `LLM` in this process, fed without a barrier: a new page goes in as soon as another one is done.
@@ -4276,7 +4277,7 @@ class _Run(Generic[RequestT]):
 
 
 # ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, whether it may go there, its card, and the one commit that publishes it.
+# The output: where it goes, its card, and the one commit that publishes it.
 
 
 CARD_RETRY_S = 300.0
@@ -4321,44 +4322,6 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         raise UsageError(
             f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
         )
-
-
-def check_token(output: Output) -> None:
-    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
-    if output.repo_id is None:
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        user = HfApi().whoami()
-    except network_errors() as error:
-        raise UsageError(
-            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
-            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
-        ) from error
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
 
 
 def card_text(
@@ -5390,10 +5353,7 @@ def quality_settings(options: CommonOptions) -> dict[str, Any]:
 
 
 # ---- job -------------------------------------------------------------------------------------------------------------
-# A run: what the options ask for, what is checked before any GPU time, and what then has to be done.
-
-
-MOST_FILES_IN_A_FOLDER = 10_000
+# A run: what the options ask for, and what then has to be done.
 
 
 @dataclass(frozen=True)
@@ -5504,50 +5464,8 @@ def _refuse_secrets(options: CommonOptions) -> None:
             )
 
 
-def preflight(run: Run) -> None:
-    """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
-    options = run.options
-    source = open_source(
-        options.input,
-        config=options.config,
-        split=options.split,
-        revision=options.revision,
-        image_column=options.image_column,
-        max_samples=options.max_samples,
-        shuffle=options.shuffle,
-        seed=options.seed,
-        streaming=run.way.streams,
-    )
-    plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(
-        source.rows.schema,
-        options.output_column,
-        results_only=run.way.results_only,
-        extras=extra_columns(options),
-    )
-    check_token(run.output)
-    run.opened = Opened(source, plan, _blocks_of(run, source, plan))
-    settings = run_settings(run)
-    if not options.overwrite:
-        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
-        for stored in run.at.blocks.stored_settings():
-            check_settings_are_ours(str(run.output), stored, settings)
-        if beyond:
-            raise UsageError(
-                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
-                "remove it, choose another output, or --overwrite"
-            )
-        if not run.way.streams:
-            check_published(run.output, plan.split, settings)
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
-        say(
-            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
-            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
-        )
-    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
-
-
-def _blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
+def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
+    """Return the blocks of the output, wherever they lie."""
     if run.output.repo_id and run.way.streams:
         return HubBlocks(
             run.output.repo_id,
@@ -5677,6 +5595,94 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         results_only=run.way.results_only,
         extras=extra_columns(run.options),
     )
+
+
+# ---- preflight -------------------------------------------------------------------------------------------------------
+# What is checked before any GPU time, so that a run which can't end well does not begin.
+
+
+MOST_FILES_IN_A_FOLDER = 10_000
+
+
+def preflight(run: Run) -> None:
+    """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
+    options = run.options
+    source = open_source(
+        options.input,
+        config=options.config,
+        split=options.split,
+        revision=options.revision,
+        image_column=options.image_column,
+        max_samples=options.max_samples,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        streaming=run.way.streams,
+    )
+    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    check_columns(
+        source.rows.schema,
+        options.output_column,
+        results_only=run.way.results_only,
+        extras=extra_columns(options),
+    )
+    check_token(run.output)
+    run.opened = Opened(source, plan, blocks_of(run, source, plan))
+    settings = run_settings(run)
+    if not options.overwrite:
+        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
+        for stored in run.at.blocks.stored_settings():
+            check_settings_are_ours(str(run.output), stored, settings)
+        if beyond:
+            raise UsageError(
+                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
+                "remove it, choose another output, or --overwrite"
+            )
+        if not run.way.streams:
+            check_published(run.output, plan.split, settings)
+    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+        say(
+            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
+            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
+        )
+    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+
+
+def check_token(output: Output) -> None:
+    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
+    if output.repo_id is None:
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        user = HfApi().whoami()
+    except network_errors() as error:
+        raise UsageError(
+            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
+            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+        ) from error
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+
+
+def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
+    if output.repo_id is None:
+        return
+    import pyarrow.parquet as pq
+    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return
+    except network_errors() as error:
+        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
+    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
+    if blocks:
+        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
+            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
+        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
 
 
 # ---- ending ----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from .blocks import count_statuses
 from .columns import new_columns
 from .errors import JobError, UsageError
 from .interrupt import Interrupted, Interrupts
-from .job import Run, input_name, is_private, preflight, run_info, start_counting
+from .job import Run, input_name, is_private, run_info, start_counting
 from .options import CommonOptions
+from .preflight import preflight
 from .publish import publish, publish_card, write_card
 from .report import Outcome, duration, say, say_to_programs
 from .result import SOUND

@@ -1,4 +1,4 @@
-"""A run: what the options ask for, what is checked before any GPU time, and what then has to be done."""
+"""A run: what the options ask for, and what then has to be done."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from .blocks import (
     BlockPlan,
     Blocks,
     Shard,
-    check_settings_are_ours,
     statuses_of,
 )
-from .columns import check_columns
 from .errors import UsageError
 from .flow import Job
 from .hub_blocks import HubBlocks
@@ -31,8 +29,6 @@ from .publish import (
     Output,
     card_text,
     check_output_is_apart,
-    check_published,
-    check_token,
     choose_output,
     names_split,
 )
@@ -40,9 +36,7 @@ from .quality import extra_columns, quality_settings, reading_of, text_rules
 from .question import Question
 from .report import Tally, say
 from .result import SOUND
-from .source import Source, open_source
-
-MOST_FILES_IN_A_FOLDER = 10_000
+from .source import Source
 
 
 @dataclass(frozen=True)
@@ -153,50 +147,8 @@ def _refuse_secrets(options: CommonOptions) -> None:
             )
 
 
-def preflight(run: Run) -> None:
-    """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
-    options = run.options
-    source = open_source(
-        options.input,
-        config=options.config,
-        split=options.split,
-        revision=options.revision,
-        image_column=options.image_column,
-        max_samples=options.max_samples,
-        shuffle=options.shuffle,
-        seed=options.seed,
-        streaming=run.way.streams,
-    )
-    plan = BlockPlan(source.split, len(source.order), options.block_rows)
-    check_columns(
-        source.rows.schema,
-        options.output_column,
-        results_only=run.way.results_only,
-        extras=extra_columns(options),
-    )
-    check_token(run.output)
-    run.opened = Opened(source, plan, _blocks_of(run, source, plan))
-    settings = run_settings(run)
-    if not options.overwrite:
-        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
-        for stored in run.at.blocks.stored_settings():
-            check_settings_are_ours(str(run.output), stored, settings)
-        if beyond:
-            raise UsageError(
-                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
-                "remove it, choose another output, or --overwrite"
-            )
-        if not run.way.streams:
-            check_published(run.output, plan.split, settings)
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
-        say(
-            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
-            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
-        )
-    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
-
-
-def _blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
+def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
+    """Return the blocks of the output, wherever they lie."""
     if run.output.repo_id and run.way.streams:
         return HubBlocks(
             run.output.repo_id,

@@ -1,4 +1,4 @@
-"""The output: where it goes, whether it may go there, its card, and the one commit that publishes it."""
+"""The output: where it goes, its card, and the one commit that publishes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .blocks import SETTINGS_KEY, BlockFolder, BlockPlan, block_number, check_settings_are_ours
+from .blocks import BlockFolder, BlockPlan
 from .errors import PublishError, UsageError, network_errors
 from .patience import Patience
 from .result import STATUSES
@@ -57,44 +57,6 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         raise UsageError(
             f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
         )
-
-
-def check_token(output: Output) -> None:
-    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
-    if output.repo_id is None:
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        user = HfApi().whoami()
-    except network_errors() as error:
-        raise UsageError(
-            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
-            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
-        ) from error
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
 
 
 def card_text(
