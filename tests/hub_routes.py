@@ -127,11 +127,14 @@ class Routes:
         token = self._token(request)
         if token is None:
             raise HubError(401, "Invalid username or password.")
-        orgs = [{"type": "org", "name": org} for org, members in self.hub.orgs.items() if token.user in members]
-        access = {"displayName": "test", "role": "write" if token.role == "write" else "read", "createdAt": DATE}
+        orgs = [
+            {"type": "org", "name": org, "roleInOrg": members[token.user]}
+            for org, members in self.hub.orgs.items()
+            if token.user in members
+        ]
         user = {"type": "user", "id": "0" * 24, "name": token.user, "fullname": token.user, "isPro": False}
         return web.json_response(
-            user | {"orgs": orgs, "auth": {"type": "access_token", "accessToken": access}, "canPay": False}
+            user | {"orgs": orgs, "auth": {"type": "access_token", "accessToken": token.describe()}, "canPay": False}
         )
 
     async def validate_yaml(self, request: web.Request) -> web.Response:
@@ -194,7 +197,7 @@ class Routes:
 
     async def auth_check_write(self, request: web.Request) -> web.Response:
         """200 to those who may write."""
-        self.hub.check_write(self._repo(request).owner, self._token(request))
+        self.hub.check_write(self._repo(request).name, self._token(request))
         return web.json_response({})
 
     async def refs(self, request: web.Request) -> web.Response:
@@ -214,7 +217,7 @@ class Routes:
     async def create_branch(self, request: web.Request) -> web.Response:
         """A new branch from a starting point, or from main."""
         repo, name = self._repo(request), request.match_info["revision"]
-        self.hub.check_write(repo.owner, self._token(request))
+        self.hub.check_write(repo.name, self._token(request))
         body = json.loads(await request.read() or b"{}")
         if f"refs/heads/{name}" in repo.refs:
             raise HubError(409, f"Reference already exists: {name}")
@@ -224,7 +227,7 @@ class Routes:
     async def delete_branch(self, request: web.Request) -> web.Response:
         """A branch less."""
         repo = self._repo(request)
-        self.hub.check_write(repo.owner, self._token(request))
+        self.hub.check_write(repo.name, self._token(request))
         del repo.refs[repo.ref(request.match_info["revision"])]
         return web.json_response({})
 
@@ -284,7 +287,7 @@ class Routes:
     def _writer(self, request: web.Request) -> tuple[Repo, Token]:
         repo = self._repo(request)
         pull_request = "create_pr" in request.query or request.match_info.get("revision", "").startswith("refs/pr/")
-        return repo, self.hub.check_write(repo.owner, self._token(request), pull_request)
+        return repo, self.hub.check_write(repo.name, self._token(request), pull_request)
 
     async def preupload(self, request: web.Request) -> web.Response:
         """Which files go as text, which as large files, and what is there already."""
@@ -324,7 +327,7 @@ class Routes:
     async def lfs_batch(self, request: web.Request) -> web.Response:
         """Where to put large files; nothing for those that are there."""
         repo = self._repo(request)
-        self.hub.check_write(repo.owner, self._token(request), pull_request=True)
+        self.hub.check_write(repo.name, self._token(request), pull_request=True)
         objects = (await request.json())["objects"]
         answers = [self._upload_actions(request, item["oid"], item["size"]) for item in objects]
         return web.json_response({"transfer": "basic", "objects": answers})

@@ -35,10 +35,39 @@ class HubError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Who holds it, and what it may do: `read`, `pr` (pull requests only) or `write`."""
+    """Who holds it, and what it may do: all that its user may (`write`), read that (`read`), or what its scopes say.
+
+    A `fineGrained` one has permissions for entities, such as `{("org", "lab"): ("repo.write",)}`, and global ones.
+    """
 
     user: str
     role: str
+    scoped: Mapping[tuple[str, str], tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    everywhere: tuple[str, ...] = ()
+    reads_gated: bool = True
+
+    def allows(self, permission: str, owner: str, repo: str) -> bool:
+        """Whether it carries a permission for a repository of this owner; `repo` is empty for one yet to be made."""
+        if self.role != "fineGrained":
+            return self.role == "write"
+        entities = {("user", owner), ("org", owner), *((kind, repo) for kind in ("dataset", "model", "space") if repo)}
+        given = [given for entity, given in self.scoped.items() if entity in entities]
+        return permission in {*self.everywhere, *(each for group in given for each in group)}
+
+    def describe(self) -> dict[str, object]:
+        """Its entry in whoami."""
+        access: dict[str, object] = {"displayName": "test", "role": self.role, "createdAt": DATE}
+        if self.role == "fineGrained":
+            scoped = [
+                {"entity": {"_id": "0" * 24, "type": kind, "name": name}, "permissions": list(permissions)}
+                for (kind, name), permissions in self.scoped.items()
+            ]
+            access["fineGrained"] = {
+                "canReadGatedRepos": self.reads_gated,
+                "global": list(self.everywhere),
+                "scoped": scoped,
+            }
+        return access
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +171,13 @@ class Hub:
     """Users, tokens, repositories and stored objects, with the rules of access."""
 
     def __init__(self) -> None:
-        roles = {WRITE_TOKEN: "write", READ_TOKEN: "read", PR_TOKEN: "pr"}
-        self.tokens = {token: Token(USER, role) for token, role in roles.items()}
-        self.orgs: dict[str, set[str]] = {}
+        reads = {("user", USER): ("repo.content.read",)}
+        self.tokens = {
+            WRITE_TOKEN: Token(USER, "write"),
+            READ_TOKEN: Token(USER, "read"),
+            PR_TOKEN: Token(USER, "fineGrained", reads, everywhere=("discussion.write",)),
+        }
+        self.orgs: dict[str, dict[str, str]] = {}  # organisation → member → role there
         self.repos: dict[tuple[str, str], Repo] = {}
         self.objects: dict[str, bytes] = {}
 
@@ -164,17 +197,24 @@ class Hub:
 
     def check_content(self, repo: Repo, token: Token | None) -> None:
         """Refuse the files of a gated repository to those who were not let in."""
-        if repo.gated and not self._is_member(repo.owner, token) and (token is None or token.user not in repo.granted):
+        if not repo.gated or self._is_member(repo.owner, token):
+            return
+        if token is None or token.user not in repo.granted or not token.reads_gated:
             message = f"Access to dataset {repo.name} is restricted. You must have access to it and be authenticated."
             raise HubError(403 if token else 401, message, "GatedRepo")
 
-    def check_write(self, owner: str, token: Token | None, pull_request: bool = False) -> Token:
-        """Refuse those who may not write; what a pull request needs is less."""
+    def check_write(self, name: str, token: Token | None, pull_request: bool = False) -> Token:
+        """Refuse those who may not write to a repository, or in a namespace; what a pull request needs is less."""
         if token is None:
             raise HubError(401, "Invalid username or password.")
-        if pull_request and token.role in ("write", "pr"):
+        owner = name.partition("/")[0]
+        repo = name if "/" in name else ""
+        if pull_request and token.allows("discussion.write", owner, repo):
             return token
-        if token.role != "write" or not self._is_member(owner, token):
+        role = "admin" if token.user == owner else self.orgs.get(owner, {}).get(token.user)
+        if role in (None, "read") or not any(
+            token.allows(f"repo.{what}write", owner, repo) for what in ("", "content.")
+        ):
             message = "Forbidden: you don't have the rights to write; pass `create_pr=1` to create a Pull Request."
             raise HubError(403, message)
         return token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import subprocess
@@ -10,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
+from huggingface_hub import HfApi
 from PIL import Image
 
 from tests.hub_server import HubServer, hub_env
-from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN
+from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN, Token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(90)
@@ -31,7 +33,7 @@ D = {"repo_type": "dataset"}
 def error_of(call, *args, **kwargs):
     try:
         call(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
         status = getattr(getattr(error, "response", None), "status_code", None)
         return [type(error).__name__, status]
 """
@@ -52,6 +54,15 @@ def client(hub: HubServer, home: Path, code: str, token: str | None = WRITE_TOKE
     done = subprocess.run(command, env=hub_env(hub, home, token), cwd=home, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def error_of(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, int | None] | None:
+    """The error that a call of the client in this process ends with, and the status behind it."""
+    try:
+        call(*args, **options)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        return type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
+    return None
 
 
 def png(color: str) -> bytes:
@@ -145,6 +156,44 @@ result = [refused, opened.pr_num, files, [ref.ref for ref in refs.pull_requests]
     files = [".gitattributes", "a.parquet", "b.txt"]
     assert client(hub, tmp_path, code, token=PR_TOKEN) == [["HfHubHTTPError", 403], 1, files, ["refs/pr/1"]]
     assert list(hub.files("other/out")) == [".gitattributes"]
+
+
+def test_a_fine_grained_token_may_do_what_its_scopes_say(hub: HubServer) -> None:
+    hub.hub.orgs["lab"] = {"me": "write"}
+    hub.hub.orgs["club"] = {"me": "read"}
+    for name in ("me/out", "lab/out", "lab/other", "club/out"):
+        hub.create(name)
+    scoped = {("org", "lab"): ("repo.write",), ("dataset", "me/out"): ("repo.content.read", "repo.content.write")}
+    hub.hub.tokens["hf_fine"] = Token("me", "fineGrained", scoped)
+
+    def may(name: str, token: str) -> list[bool]:
+        """Whether a commit goes there, and a new repository beside it."""
+        api = HfApi(hub.url, token)
+        upload = functools.partial(api.upload_file, path_or_fileobj=b"x", path_in_repo="a.txt", repo_type="dataset")
+        beside = f"{name}-{token}"
+        return [
+            error_of(upload, repo_id=name) is None,
+            error_of(api.create_repo, beside, repo_type="dataset") is None,
+        ]
+
+    assert may("me/out", "hf_fine") == [True, False]
+    assert may("lab/out", "hf_fine") == [True, True]
+    assert may("club/out", WRITE_TOKEN) == [False, False]
+    assert may("lab/out", WRITE_TOKEN) == [True, True]
+    user = HfApi(hub.url, "hf_fine").whoami()
+    assert [(org["name"], org["roleInOrg"]) for org in user["orgs"]] == [("lab", "write"), ("club", "read")]
+    assert user["auth"]["accessToken"]["fineGrained"]["scoped"][0] == {
+        "entity": {"_id": "0" * 24, "type": "org", "name": "lab"},
+        "permissions": ["repo.write"],
+    }
+
+
+def test_a_fine_grained_token_reads_a_gated_repo_only_where_it_says_so(hub: HubServer, tmp_path: Path) -> None:
+    hub.create("other/gated", gated=True).granted.add("me")
+    hub.put("other/gated", "a.txt", b"text")
+    hub.hub.tokens["hf_fine"] = Token("me", "fineGrained", reads_gated=False)
+    fetch = functools.partial(HfApi(hub.url, "hf_fine").hf_hub_download, cache_dir=tmp_path)
+    assert error_of(fetch, "other/gated", "a.txt", repo_type="dataset") == ("GatedRepoError", 403)
 
 
 # -- files and commits
