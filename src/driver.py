@@ -21,8 +21,9 @@ from .steering import Steering
 from .supervise import Supervisor, Vigilance
 from .transport import IN_REQUEST
 from .trust import required
-from .web import fetch, is_local
+from .web import is_local
 from .window import Window
+from .workers import metrics_text, workers_behind
 
 OTHERWISE = (
     "Here: install vLLM, or give --server URL, or try without a GPU: "
@@ -131,7 +132,10 @@ async def drive(
             transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
             more=more_fields(server.engine, confidence=options.confidence),
         )
-        gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
+        workers = await asyncio.to_thread(workers_behind, url)
+        if workers:
+            say(f"{url} is a router before {len(workers)} servers: {', '.join(workers)}")
+        gauges = GaugeReader(url, functools.partial(metrics_text, server.endpoint.api_key, workers), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
         with beside(gauges.run(), steering.steer()), progress_shown(tally):
             await run_job(job, asker, tally, window)
@@ -142,9 +146,3 @@ def more_fields(engine: str, *, confidence: bool) -> dict[str, Any]:
     owner, _, version = engine.partition(" ")
     more: dict[str, Any] = dict(repetition_field(version)) if owner == "vllm" else {}
     return {**more, "logprobs": True, "top_logprobs": 0} if confidence else more
-
-
-async def _page_text(key: str, url: str) -> str | None:
-    """Fetch a page in a thread: its text, or None where it is not there."""
-    status, body = await asyncio.to_thread(fetch, url, key)
-    return body.decode(errors="replace") if status == 200 else None

@@ -19,6 +19,7 @@ from .trust import Trust, check_canary, check_context, check_version
 from .web import fetch
 
 POLL_S = 0.5
+VERSION_TRIES = 3  # a router passes the question on, also to a server that is gone
 
 
 class Child(Protocol):
@@ -128,9 +129,13 @@ def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str
 def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
     owner = str(models[0].get("owned_by") or "unknown")
+    version = next(filter(None, (_version(url) for _ in range(VERSION_TRIES))), "")
+    return f"{owner} {version}".strip()
+
+
+def _version(url: str) -> str:
     try:
         status, body = fetch(f"{url}/version", "")
-        version = str(json.loads(body)["version"]) if status == 200 else ""
+        return str(json.loads(body)["version"]) if status == 200 else ""
     except (OSError, ValueError, LookupError, TypeError):
-        version = ""
-    return f"{owner} {version}".strip()
+        return ""
