@@ -94,6 +94,7 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
 #       file.
 #   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
+#   workers: Servers behind one address: a `vllm-router` names them, and their gauges count together.
 #   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 #   preflight: What is checked before any GPU time, so that a run which can't end well does not begin.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
@@ -6903,6 +6904,7 @@ def _read_answer(body: bytes) -> PageResult:
 
 
 POLL_S = 0.5
+VERSION_TRIES = 3  # a router passes the question on, also to a server that is gone
 
 
 class Child(Protocol):
@@ -7012,12 +7014,16 @@ def served_id(models: Sequence[Mapping[str, Any]], wanted: str, url: str) -> str
 def engine_name(url: str, models: Sequence[Mapping[str, Any]]) -> str:
     """Return what serves, as it names itself: owner and version, such as `vllm 0.32.0`."""
     owner = str(models[0].get("owned_by") or "unknown")
+    version = next(filter(None, (_version(url) for _ in range(VERSION_TRIES))), "")
+    return f"{owner} {version}".strip()
+
+
+def _version(url: str) -> str:
     try:
         status, body = fetch(f"{url}/version", "")
-        version = str(json.loads(body)["version"]) if status == 200 else ""
+        return str(json.loads(body)["version"]) if status == 200 else ""
     except (OSError, ValueError, LookupError, TypeError):
-        version = ""
-    return f"{owner} {version}".strip()
+        return ""
 
 
 # ---- serve -----------------------------------------------------------------------------------------------------------
@@ -7583,6 +7589,44 @@ class Supervisor:
         self._waking = asyncio.get_running_loop().create_task(notify())
 
 
+# ---- workers ---------------------------------------------------------------------------------------------------------
+# Servers behind one address: a `vllm-router` names them, and their gauges count together.
+#
+# The router itself has none of vLLM's gauges. It hands /metrics and /version on to one server after the other, so that
+# what comes back is another server's each time.
+
+
+def workers_behind(base_url: str) -> tuple[str, ...]:
+    """Return the servers that the router at `base_url` sends requests to; none where that is a server itself."""
+    try:
+        status, body = fetch(f"{base_url.rstrip('/').removesuffix('/v1')}/workers", "")
+        workers = json.loads(body)["workers"] if status == 200 else []
+        # "@3" at the end is the rank within a data-parallel server
+        urls = [re.sub(r"@\d+$", "", str(worker["url"])) for worker in workers]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ()
+    return tuple(dict.fromkeys(url for url in urls if url.startswith(("http://", "https://"))))
+
+
+async def metrics_text(key: str, workers: Sequence[str], url: str) -> str | None:
+    """Fetch the metrics at `url`, or those of all `workers` where there are any; None where no server shows its own.
+
+    A server that does not answer runs nothing that we know of. Workers are not told our key, for metrics need none; and
+    what another machine's router calls loopback is not ours.
+    """
+    if not workers:
+        return await _page(url, key)
+    reachable = [metrics_url(worker) for worker in workers if is_local(url) or not is_local(worker)]
+    pages = await asyncio.gather(*(_page(worker, "") for worker in reachable), return_exceptions=True)
+    return "\n".join(page for page in pages if isinstance(page, str)) or None
+
+
+async def _page(url: str, key: str) -> str | None:
+    """Fetch a page in a thread: its text, or None where it is not there."""
+    status, body = await asyncio.to_thread(fetch, url, key)
+    return body.decode(errors="replace") if status == 200 else None
+
+
 # ---- driver ----------------------------------------------------------------------------------------------------------
 # What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 
@@ -7694,7 +7738,10 @@ async def drive(
             transport=(server.keeper and server.keeper.pages) or IN_REQUEST,
             more=more_fields(server.engine, confidence=options.confidence),
         )
-        gauges = GaugeReader(url, functools.partial(_page_text, server.endpoint.api_key), say)
+        workers = await asyncio.to_thread(workers_behind, url)
+        if workers:
+            say(f"{url} is a router before {len(workers)} servers: {', '.join(workers)}")
+        gauges = GaugeReader(url, functools.partial(metrics_text, server.endpoint.api_key, workers), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
         with beside(gauges.run(), steering.steer()), progress_shown(tally):
             await run_job(job, asker, tally, window)
@@ -7705,12 +7752,6 @@ def more_fields(engine: str, *, confidence: bool) -> dict[str, Any]:
     owner, _, version = engine.partition(" ")
     more: dict[str, Any] = dict(repetition_field(version)) if owner == "vllm" else {}
     return {**more, "logprobs": True, "top_logprobs": 0} if confidence else more
-
-
-async def _page_text(key: str, url: str) -> str | None:
-    """Fetch a page in a thread: its text, or None where it is not there."""
-    status, body = await asyncio.to_thread(fetch, url, key)
-    return body.decode(errors="replace") if status == 200 else None
 
 
 # ---- preflight -------------------------------------------------------------------------------------------------------
