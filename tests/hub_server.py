@@ -7,7 +7,8 @@
 
 `Hub` (tests/hub_state.py) is the state and knows no HTTP; `Routes` (tests/hub_routes.py) is what the clients call, with
 the faults of tests/hub_faults.py; `HubServer` runs both in a thread and is what tests hold. Everything is in memory.
-Clients reach it through HF_ENDPOINT, with HF_HUB_DISABLE_XET=1: large files go by the LFS protocol.
+Clients reach it through HF_ENDPOINT, with HF_HUB_DISABLE_XET=1: large files of repositories go by the LFS protocol, and
+those of buckets (tests/hub_buckets.py) by the Xet protocol, since there is no other way.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
 
+from tests.hub_buckets import Buckets
 from tests.hub_faults import Failure
 from tests.hub_routes import Routes
 from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN, Blob, Commit, Hub, Repo, is_large
@@ -41,6 +43,7 @@ class HubServer:
     def __init__(self) -> None:
         self.hub = Hub()
         self.routes = Routes(self.hub)
+        self.buckets = Buckets(self.routes)
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -78,6 +81,10 @@ class HubServer:
         """The files of a revision."""
         return {path: blob.content for path, blob in self.repo(name, kind).at(revision).files.items()}
 
+    def bucket_files(self, name: str) -> dict[str, bytes]:
+        """The files of a bucket; KeyError where there is none."""
+        return {path: file.content for path, file in self.buckets.buckets[name].files.items()}
+
     def create(self, name: str, *, kind: str = "dataset", private: bool = False, gated: bool = False) -> Repo:
         """A repository that is there before the client comes."""
         repo = self.hub.create(kind, name, name.partition("/")[0], private)
@@ -114,7 +121,9 @@ class HubServer:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = web.AppRunner(self.routes.application(), access_log=None, shutdown_timeout=0.1)
+        application = self.routes.application()
+        application.router.add_routes(self.buckets.routes())
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
         self._loop.run_until_complete(self._listen(runner))
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())

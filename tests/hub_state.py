@@ -191,13 +191,13 @@ class Hub:
     def find(self, kind: str, name: str, token: Token | None) -> Repo:
         """A repository that this token may see."""
         repo = self.repos.get((kind, name))
-        if repo is None or (repo.private and not self._is_member(repo.owner, token)):
+        if repo is None or (repo.private and not self.is_member(repo.owner, token)):
             raise HubError(404 if token else 401, "Repository not found", "RepoNotFound")
         return repo
 
     def check_content(self, repo: Repo, token: Token | None) -> None:
         """Refuse the files of a gated repository to those who were not let in."""
-        if not repo.gated or self._is_member(repo.owner, token):
+        if not repo.gated or self.is_member(repo.owner, token):
             return
         if token is None or token.user not in repo.granted or not token.reads_gated:
             message = f"Access to dataset {repo.name} is restricted. You must have access to it and be authenticated."
@@ -227,7 +227,8 @@ class Hub:
         repo.add_commit("refs/heads/main", None, {".gitattributes": Blob(GITATTRIBUTES, False)}, user, "initial commit")
         return repo
 
-    def _is_member(self, owner: str, token: Token | None) -> bool:
+    def is_member(self, owner: str, token: Token | None) -> bool:
+        """Whether a token belongs to a namespace."""
         return token is not None and (token.user == owner or token.user in self.orgs.get(owner, ()))
 
 
