@@ -51,6 +51,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   spawn: A server process of ours: in a process group of its own, its log in a file, and never alive after us.
 #   transport: How a page travels to the engine: as a data URL, or to a server of our own as a file in shared memory.
 #   ask: A page → the request → the result: a vLLM endpoint asked through `AsyncOpenAI`, its errors sorted.
+#   deadline: The end of a job's time: where the pages will not be done by then, that is said once, and early.
 #   blocks: Blocks of rows: their names, how one is written, and what is there already.
 #   columns: The columns of a block: the input's own as they are, and those of the results beside them.
 #   loops: Does a text end in a loop, as a decoder falls into one.
@@ -72,17 +73,23 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #       ahead.
 #   source: Rows of a dataset by address, undecoded.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#   flavors: Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were
+#       measured.
+#   hardware: What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be
+#       asked.
+#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
+#       take.
+#   models: The profiles: everything that differs between the LightOnOCR generations.
+#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
+#       stopped.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 #   publish: The output: where it goes, its card, and the one commit that publishes it.
 #   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
-#   models: The profiles: everything that differs between the LightOnOCR generations.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
 #   job: A run: what the options ask for, and what then has to be done.
-#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
-#       take.
-#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
 #   canary: The canary: a page of known text that an engine must read before it is trusted with the first real one.
 #   budget: Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of
 #       refusals.
@@ -163,6 +170,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeV
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from huggingface_hub import JobHardwareInfo
     from openai import AsyncOpenAI
     from PIL import Image
     from tqdm import tqdm
@@ -1089,9 +1097,14 @@ class Tally:
 
     def _bound_and_cost(self) -> str:
         words = f", bounded by {self.bounded_by}" if self.bounded_by else ""
-        if self.dollars_per_hour is not None and self.done:
-            words += f", ${1000 * self.dollars_per_hour / 3600 / self.pages_per_s():.2f} per 1,000 pages"
-        return words
+        dollars = self.dollars_per_thousand_pages()
+        return words if dollars is None else f"{words}, ${dollars:.2f} per 1,000 pages"
+
+    def dollars_per_thousand_pages(self) -> float | None:
+        """Return what a thousand pages cost at the mean speed; None where no price is known."""
+        if self.dollars_per_hour is None or not self.done:
+            return None
+        return self.dollars_per_hour / 3.6 / self.pages_per_s()
 
 
 def duration(seconds: float) -> str:
@@ -1164,10 +1177,12 @@ class Outcome:
     seconds: float
     tally: Tally | None
     statuses: Mapping[str, int]
+    flavor: str | None = None
 
     def json_line(self) -> str:
         """Return the JSON line; its keys are frozen (CONTRACT.md)."""
         tally = self.tally or Tally(rows=0)
+        price = tally.dollars_per_hour
         return json.dumps(
             {
                 "version": 1,
@@ -1192,8 +1207,17 @@ class Outcome:
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),
                 "pages_per_second": round(tally.pages_per_s(), 4) if tally.done else 0.0,
+                "flavor": self.flavor,
+                "dollars_per_hour": price,
+                "dollars": rounded_dollars(None if price is None else self.seconds * price / 3600),
+                "dollars_per_thousand_pages": rounded_dollars(tally.dollars_per_thousand_pages()),
             }
         )
+
+
+def rounded_dollars(dollars: float | None) -> float | None:
+    """Return an amount for programs; None stays None."""
+    return None if dollars is None else round(dollars, 4)
 
 
 # ---- startup ---------------------------------------------------------------------------------------------------------
@@ -2004,6 +2028,42 @@ def pause_s(attempts: int, wished_s: float, left_s: float) -> float:
     """
     ceiling = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 10))
     return min(left_s, wished_s + random.uniform(0, ceiling))  # noqa: S311 - jitter, not a secret
+
+
+# ---- deadline --------------------------------------------------------------------------------------------------------
+# The end of a job's time: where the pages will not be done by then, that is said once, and early.
+
+
+CHECK_EVERY_S = 0.5
+JUDGE_AFTER_S = 60.0  # or after a tenth of the job's time: the first pages of a run are its slowest
+
+
+async def watch_deadline(tally: Tally, ends_at: float | None) -> None:
+    """Watch whether the run ends before `ends_at` (by `time.monotonic`), and say so once where it does not."""
+    if ends_at is None:
+        return
+    begun = time.monotonic()
+    judge_at = begun + min(JUDGE_AFTER_S, (ends_at - begun) / 10)
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        now = time.monotonic()
+        words = overrun(tally, ends_at - now) if now >= judge_at else None
+        if words:
+            say(words)
+            return
+
+
+def overrun(tally: Tally, left_s: float) -> str | None:
+    """Say that the pages will not be done in the time that is left; None where they will, or nobody knows."""
+    needed_s = tally.eta_s()
+    if needed_s is None or needed_s <= left_s:
+        return None
+    pages = round((needed_s - max(0.0, left_s)) * tally.pages_per_s())
+    return (
+        f"this job is stopped in {duration(max(0.0, left_s))}, but at {tally.pages_per_s():.2f} pages/s it needs "
+        f"{duration(needed_s)}: about {pages} pages will be left. Closed blocks are kept and the same command goes on; "
+        "more jobs (--jobs) or a longer --timeout end in one go"
+    )
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -4934,6 +4994,733 @@ class _Run(Generic[RequestT]):
             ) from error
 
 
+# ---- flavors ---------------------------------------------------------------------------------------------------------
+# Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were measured.
+#
+# From the stored page of August 2026 and the measurements on record, a test holds both equal to models.json. What the
+# Hub lists now (`hf jobs hardware`) goes before the stored prices.
+
+
+PRICES_OF = "August 2026"
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """A machine for hire. `vram_gb` is that of its GPUs together."""
+
+    name: str
+    gpu: str | None
+    gpus: int
+    vram_gb: int | None
+    vcpus: int
+    ram_gb: int
+    dollars_per_hour: float
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus} x {self.gpu}, {self.vram_gb} GB" if self.gpu else "no GPU"
+        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:g} an hour)"
+
+
+FLAVORS = (
+    Flavor("cpu-basic", None, 0, None, 2, 16, 0.01),
+    Flavor("cpu-upgrade", None, 0, None, 8, 32, 0.03),
+    Flavor("t4-small", "T4", 1, 16, 4, 15, 0.40),
+    Flavor("t4-medium", "T4", 1, 16, 8, 30, 0.60),
+    Flavor("l4x1", "L4", 1, 24, 8, 30, 0.80),
+    Flavor("l4x4", "L4", 4, 96, 48, 186, 3.80),
+    Flavor("a10g-small", "A10G", 1, 24, 4, 15, 1.00),
+    Flavor("a10g-large", "A10G", 1, 24, 12, 46, 1.50),
+    Flavor("l40sx1", "L40S", 1, 48, 8, 62, 1.80),
+    Flavor("a100-large", "A100", 1, 80, 12, 142, 2.50),
+    Flavor("rtx-pro-6000", "RTX PRO 6000", 1, 96, 23, 256, 2.75),
+    Flavor("h200", "H200", 1, 141, 23, 256, 5.00),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A speed on record: pages a second of one model on one flavour, offline or through a server."""
+
+    model_id: str
+    flavor: str
+    shape: str  # "offline" or "server"
+    pages_per_s: float
+    conditions: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.pages_per_s:g} pages/s ({self.evidence}: {self.conditions})"
+
+
+ON_L4 = "100 historical scans, concurrency 32"
+ON_600_PAGES = "600 pages, saturating driver"
+
+MEASURED = (
+    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "offline", 0.33, ON_L4, "field"),
+    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "server", 0.59, ON_L4, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "offline", 0.90, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "server", 2.2, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "offline", 1.27, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "server", 7.2, ON_600_PAGES, "field"),
+)
+
+
+def find_flavor(flavors: Iterable[Flavor], name: str | None) -> Flavor | None:
+    """Return the flavour of this name, or None."""
+    return next((flavor for flavor in flavors if flavor.name == name), None)
+
+
+def matching_flavor(
+    flavors: Iterable[Flavor], vcpus: float | None, ram_gb: float | None, gpus: Iterable[str]
+) -> Flavor | None:
+    """Return the one flavour that has these cores, this memory and these GPUs; None where none or several do.
+
+    Memory may differ by a tenth: a machine keeps some for itself, and GB are taken for GiB.
+    """
+    if vcpus is None or ram_gb is None:
+        return None
+    names = list(gpus)
+    fits = [
+        flavor
+        for flavor in flavors
+        if flavor.vcpus == vcpus
+        and abs(flavor.ram_gb - ram_gb) <= 0.1 * flavor.ram_gb
+        and len(names) == flavor.gpus
+        and all(_is_named(flavor.gpu or "", name) for name in names)
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _is_named(gpu: str, name: str) -> bool:
+    """Whether a GPU's full name (`NVIDIA L4`, `NVIDIA A100-SXM4-80GB`) has the words of a short one: L40S is no L4."""
+    words = [" ".join(text.upper().replace("-", " ").split()) for text in (gpu, name)]
+    return f" {words[0]} " in f" {words[1]} "
+
+
+def measured_speed(model_id: str, flavor: str, shape: str) -> Measured | None:
+    """Return the speed on record for a model on a flavour, or None: a speed is never taken from another one's."""
+    found = [row for row in MEASURED if (row.model_id, row.flavor, row.shape) == (model_id, flavor, shape)]
+    return found[0] if found else None
+
+
+def measured_elsewhere(model_id: str, shape: str) -> list[Measured]:
+    """Return the speeds on record for a model on other flavours, to be named beside an unknown one."""
+    return [row for row in MEASURED if (row.model_id, row.shape) == (model_id, shape)]
+
+
+# ---- hardware --------------------------------------------------------------------------------------------------------
+# What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be asked.
+
+
+UNITS_AN_HOUR = {"second": 3600, "minute": 60, "hour": 1}
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """Flavours with their prices, and from when these are: "today", or the date of the stored page."""
+
+    flavors: tuple[Flavor, ...]
+    prices_of: str
+
+    def find(self, name: str | None) -> Flavor | None:
+        """Return the flavour of this name, or None."""
+        return find_flavor(self.flavors, name)
+
+
+STORED_PRICES = PriceList(FLAVORS, PRICES_OF)
+
+
+def read_price_list() -> PriceList:
+    """Ask the Hub what can be hired; no token is needed. Without an answer that can be read, what is stored counts."""
+    from huggingface_hub import HfApi
+
+    try:
+        listed = tuple(_read_flavor(item) for item in HfApi().list_jobs_hardware())
+    except no_answer():
+        return STORED_PRICES
+    return PriceList(listed, "today") if listed else STORED_PRICES
+
+
+def no_answer() -> tuple[type[Exception], ...]:
+    """Return what is raised where the Hub does not answer, refuses, or answers something else than expected."""
+    return (*network_errors(), LookupError, TypeError, ValueError)
+
+
+def _read_flavor(item: JobHardwareInfo) -> Flavor:
+    """Read one entry: `8 vCPU`, `30 GB`, micro-dollars a minute."""
+    gpu = item.accelerator
+    return Flavor(
+        name=item.name,
+        gpu=gpu.model if gpu else None,
+        gpus=int(read_number(gpu.quantity)) if gpu else 0,
+        vram_gb=int(read_number(gpu.vram)) if gpu else None,
+        vcpus=int(read_number(item.cpu)),
+        ram_gb=int(read_number(item.ram)),
+        dollars_per_hour=round(item.unit_cost_micro_usd * UNITS_AN_HOUR[item.unit_label] / 1e6, 3),
+    )
+
+
+def read_number(text: str) -> float:
+    """Return the number that a text begins with; `ValueError` where it begins with none."""
+    found = re.match(r"\s*(\d+(?:\.\d+)?)", text)
+    if found is None:
+        raise ValueError(f"{text!r} begins with no number")
+    return float(found[1])
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
+#
+# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
+# back does not count as used.
+
+
+RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
+MOST_RESERVED = 2 * 1024**3
+NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The limit that comes first, in bytes, and what is left below it."""
+
+    limit: int
+    available: int
+
+    @property
+    def for_pages(self) -> int:
+        """The bytes that pages may still take; negative where the reserve is touched already."""
+        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
+
+
+def read_memory(root: Path = Path("/")) -> HostMemory | None:
+    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
+    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
+    known = [memory for memory in found if memory]
+    return min(known, key=lambda memory: memory.for_pages) if known else None
+
+
+def own_rss(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process holds."""
+    statm = _text(root / "proc/self/statm").split()
+    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
+
+
+def _meminfo(root: Path) -> HostMemory | None:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    total = kib.get("MemTotal")
+    available = kib.get("MemAvailable", kib.get("MemFree"))
+    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and not (mount / "cgroup.controllers").exists():
+        mount = root / "sys/fs/cgroup/unified"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, where = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(","):
+            inner = PurePosixPath(where.lstrip("/"))
+            # in a container the path may be the host's, and only the mount's top is there
+            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
+    return [mount] if mount.is_dir() else []
+
+
+def _group_v2(group: Path) -> HostMemory | None:
+    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _groups_v1(root: Path) -> list[HostMemory | None]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return [_group_memory(group, *names) for group in _groups(root, "memory")]
+
+
+def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= NO_LIMIT:
+        return None
+    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    cache = stat.get(cache_name, "0")
+    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
+    return HostMemory(limit, limit - used)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class PageMeasure:
+    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
+
+    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
+    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
+    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
+    """
+
+    def __init__(self, least: int = 256 * 1024) -> None:
+        self._least = least
+        self._records: list[tuple[int, int]] = []
+
+    def note(self, in_flight: int, rss: int | None) -> None:
+        """Take a look."""
+        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
+            self._records.append((in_flight, rss))
+
+    def bytes_a_page(self) -> float | None:
+        """Return the bytes a page in flight takes; None before enough was seen to say that."""
+        records = self._records[:: max(1, len(self._records) // 24)]
+        if len(records) < 4:
+            return None
+        pairs = itertools.combinations(records, 2)
+        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
+        return max(float(self._least), statistics.median(slopes))
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+# The profiles: everything that differs between the LightOnOCR generations.
+#
+# | family           | generation | built on | modes           | longest edge | a token is | context | answer at most |
+# |------------------|------------|----------|-----------------|--------------|------------|---------|----------------|
+# | LightOnOCR-1B    | 1          | pixtral  | text            | 1540 px      | 28 x 28 px | 8192    | 4096           |
+# | LightOnOCR-2-1B  | 2          | pixtral  | text            | 1540 px      | 28 x 28 px | 16384   | 4096           |
+# | LightOnOCR-3-1B  | 3          | pixtral  | text, grounding | 1540 px      | 28 x 28 px | 16384   | what is left   |
+# | LightOnOCR-3-0.8B, -4B | 3    | qwen3.5  | text, grounding | 2048 px      | 32 x 32 px | 18000   | what is left   |
+#
+# The evidence for each value stands in models.json, which a test holds equal to this room.
+
+
+DEFAULT_MODEL_ID = "lightonai/LightOnOCR-2-1B"
+
+# The trained prompts: a mode → the words beside the image. Anything else is out of distribution.
+PROMPT_WORDS = {"text": "", "grounding": "grounding"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the model is sampled. Greedy decoding loops on hard pages, so no profile has temperature 0."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int | None  # None: the server gives what is left of the context
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """An engine that starts and serves this model wrongly, or can't start it."""
+
+    vllm: str
+    transformers: str  # "": with any transformers
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the scripts have to know of one model."""
+
+    model_id: str
+    about: str  # what sets a variant apart from the model it is named after; "" for that model itself
+    generation: int
+    architecture: str  # "pixtral" or "qwen3.5"
+    longest_edge_px: int
+    pixels_per_token_side: int
+    modes: tuple[str, ...]
+    sampling: Sampling
+    serve_args: tuple[str, ...]  # argv words after `vllm serve MODEL`
+    chat_template_kwargs: tuple[tuple[str, bool], ...]  # for each request; dict() of it is the JSON object
+    image_tag: str  # of vllm/vllm-openai
+    known_bad_engines: tuple[KnownBad, ...]
+    licence: str
+    languages: tuple[str, ...]  # ISO 639-1, as stated by the vendor; () where nothing is stated
+
+    @property
+    def image(self) -> str:
+        """The container image to run this model in."""
+        return f"vllm/vllm-openai:{self.image_tag}"
+
+
+@dataclass(frozen=True)
+class ProfileMatch:
+    """A profile and how it was found, for the log."""
+
+    requested: str
+    profile: ModelProfile
+    how: Literal["catalogue", "by name", "default"]
+
+    def __str__(self) -> str:
+        if self.how == "catalogue":
+            return f"profile {self.profile.model_id}"
+        if self.how == "by name":
+            return f"profile {self.profile.model_id}, taken by the name of {self.requested}"
+        return f"profile {self.profile.model_id}, the default: {self.requested} names no model of the catalogue"
+
+
+# 0.27.1 answers, and the GPU looks busy as usual: only the text shows it. Hence the canary page.
+LOOPS_ON_0_27_1 = KnownBad(
+    "0.27.1", "", "every LightOnOCR model loops in compiled mode, while the GPU looks normally busy"
+)
+NO_PIXTRAL_ON_0_30_0 = KnownBad(
+    "0.30.0", "5.17", "PixtralRotaryEmbedding can't be imported, so no Pixtral-based 1B model starts; 5.16.1 works"
+)
+
+# One page a request, said in advance: no memory is set aside for more (JSON is the only spelling since vLLM 0.10).
+ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}')
+# Pages never repeat, so both caches only cost memory; and a processor cache under concurrency has killed engines
+# ("Expected a cached item for mm_hash").
+NO_CACHES = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
+# The Qwen3.5 models were trained without thinking; also sent with each request, for servers started by others.
+NO_THINKING = (("enable_thinking", False),)
+NO_THINKING_ARGS = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+
+LIGHTONOCR_1B = ModelProfile(
+    model_id="lightonai/LightOnOCR-1B-1025",
+    about="",
+    generation=1,
+    architecture="pixtral",
+    longest_edge_px=1540,
+    pixels_per_token_side=28,
+    modes=("text",),
+    # 4096 of the 4096 to 6500 in use: with a page of 55 x 55 image tokens, 6500 would not fit the 8192 below.
+    sampling=Sampling(temperature=0.2, top_p=0.9, max_tokens=4096),
+    serve_args=("--max-model-len", "8192", *ONE_IMAGE, *NO_CACHES),
+    chat_template_kwargs=(),
+    image_tag="v0.22.1",
+    known_bad_engines=(LOOPS_ON_0_27_1, NO_PIXTRAL_ON_0_30_0),
+    licence="apache-2.0",
+    languages=("en", "fr", "de", "es", "it", "nl", "pt", "sv", "da"),
+)
+
+LIGHTONOCR_2_1B = replace(
+    LIGHTONOCR_1B,
+    model_id="lightonai/LightOnOCR-2-1B",
+    generation=2,
+    # 8192 fits a page and its 4096 tokens; 16384 leaves room to ask a truncated page again for more.
+    serve_args=("--max-model-len", "16384", *ONE_IMAGE, *NO_CACHES),
+    languages=(*LIGHTONOCR_1B.languages, "zh", "ja"),
+)
+
+LIGHTONOCR_3_1B = replace(
+    LIGHTONOCR_2_1B,
+    model_id="lightonai/LightOnOCR-3-1B",
+    generation=3,
+    modes=("text", "grounding"),
+    # The vendor's tip and its example request say 0.1 (its client defaults to 0.2): the steadier of the two.
+    sampling=Sampling(temperature=0.1, top_p=1.0, max_tokens=None),
+    image_tag="v0.32.0",  # the image of v0.30.0 ships the transformers that breaks this architecture
+    languages=(),
+)
+
+LIGHTONOCR_3_08B = replace(
+    LIGHTONOCR_3_1B,
+    model_id="lightonai/LightOnOCR-3-0.8B",
+    architecture="qwen3.5",
+    longest_edge_px=2048,
+    pixels_per_token_side=32,
+    serve_args=("--max-model-len", "18000", *ONE_IMAGE, *NO_CACHES, *NO_THINKING_ARGS),
+    chat_template_kwargs=NO_THINKING,
+    image_tag="v0.30.0",
+    known_bad_engines=(LOOPS_ON_0_27_1,),
+)
+
+LIGHTONOCR_3_4B = replace(LIGHTONOCR_3_08B, model_id="lightonai/LightOnOCR-3-4B")
+
+
+@functools.cache
+def catalogue() -> tuple[ModelProfile, ...]:
+    """Every model known, a family's own model before its variants."""
+    return (
+        LIGHTONOCR_1B,
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-32k-1025"),
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-16k-1025"),
+        LIGHTONOCR_2_1B,
+        *(
+            replace(LIGHTONOCR_2_1B, model_id=f"{LIGHTONOCR_2_1B.model_id}-{suffix}", about=about)
+            for suffix, about in (
+                ("base", "before reinforcement learning"),
+                ("bbox", "also boxes embedded figures"),
+                ("bbox-base", "also boxes embedded figures; before reinforcement learning"),
+                ("ocr-soup", "a merge"),
+                ("bbox-soup", "a merge; also boxes embedded figures"),
+            )
+        ),
+        LIGHTONOCR_3_08B,
+        LIGHTONOCR_3_1B,
+        LIGHTONOCR_3_4B,
+    )
+
+
+def find_profile(model_id: str) -> ProfileMatch:
+    """The profile of a model: by its exact id, else by the model named in it, else the default one.
+
+    A name is looked for in the last part of a path first, then in the whole, without regard to case and punctuation:
+    `me/LightOnOCR-2-1B-letters`, `/models/lightonocr-3-4b/` and a snapshot folder of the Hub's cache are all found.
+    """
+    by_id = {profile.model_id: profile for profile in catalogue()}
+    if model_id in by_id:
+        return ProfileMatch(model_id, by_id[model_id], "catalogue")
+    last_part = re.split(r"[/\\]", model_id.rstrip("/\\"))[-1]
+    for text in (_letters_and_digits(last_part), _letters_and_digits(model_id)):
+        named = [profile for profile in catalogue() if _name_key(profile) in text]
+        if named:
+            # The longest name wins: LightOnOCR-2-1B stands in LightOnOCR-2-1B-bbox too.
+            return ProfileMatch(model_id, max(named, key=lambda profile: len(_name_key(profile))), "by name")
+    return ProfileMatch(model_id, by_id[DEFAULT_MODEL_ID], "default")
+
+
+def _letters_and_digits(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _name_key(profile: ModelProfile) -> str:
+    name = profile.model_id.partition("/")[2]
+    return _letters_and_digits(name.removesuffix("-1025"))
+
+
+def prompt_words(profile: ModelProfile, mode: str) -> str:
+    """The words beside the image in this mode ("" for none); a mode the model was not trained on is refused."""
+    if mode not in profile.modes:
+        raise UsageError(
+            f"{profile.model_id} has no mode {mode!r}, only {', '.join(profile.modes)}: "
+            f"leave the mode out, or choose a model that has it"
+            + (" (grounding came with LightOnOCR-3)" if mode == "grounding" else "")
+        )
+    return PROMPT_WORDS[mode]
+
+
+def serve_option(profile: ModelProfile, name: str) -> str | None:
+    """The value of one of the profile's serve_args, such as `--max-model-len`; None if it isn't among them."""
+    if name not in profile.serve_args:
+        return None
+    return profile.serve_args[profile.serve_args.index(name) + 1]
+
+
+def known_bad_engine(profile: ModelProfile, vllm: str, transformers: str | None = None) -> KnownBad | None:
+    """The entry that warns of this engine, if there is one.
+
+    Where an entry depends on the transformers version and ours is unknown (a remote server does not tell), the entry is
+    returned, and its `transformers` says what to check.
+    """
+    for bad in profile.known_bad_engines:
+        transformers_fits = not bad.transformers or transformers is None or _is_release(transformers, bad.transformers)
+        if _is_release(vllm, bad.vllm) and transformers_fits:
+            return bad
+    return None
+
+
+def _is_release(version: str, release: str) -> bool:
+    """Whether a version is that release or a build of it: 0.27.1+cu129 is of 0.27.1, 5.17.2 of 5.17, 0.27.10 is not."""
+    return re.match(re.escape(release) + r"(?!\d)", version.strip().removeprefix("v")) is not None
+
+
+# ---- machine ---------------------------------------------------------------------------------------------------------
+# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#
+# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
+# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
+# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
+
+
+CORES_AN_API_SERVER = 3
+MEMORY_AN_API_SERVER = 7 * 1024**3
+MOST_API_SERVERS = 4
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as `nvidia-smi` names it; memory in MiB."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
+
+    gpus: tuple[Gpu, ...]
+    cores: float
+    memory_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
+        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
+        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A flag that the machine suggests, and why."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+def look_around(root: Path = Path("/")) -> Machine:
+    """Return what this machine has."""
+    memory = read_memory(root)
+    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return read_gpus(done.stdout)
+
+
+def read_gpus(listing: str) -> tuple[Gpu, ...]:
+    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
+        if memory.isdecimal():
+            gpus.append(Gpu(name, int(memory), driver))
+    return tuple(gpus)
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    group = root / "sys/fs/cgroup"
+    v2 = _numbers(group / "cpu.max")
+    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
+    for quota in (v2, v1):
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            return min(float(bound), round(quota[0] / quota[1], 2))
+    return float(bound)
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
+    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
+    choices: list[Choice] = []
+    servers = _api_servers(machine)
+    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
+        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
+        choices.append(Choice(("--api-server-count", str(servers)), why))
+    return choices
+
+
+def _api_servers(machine: Machine) -> int:
+    if not machine.gpus:
+        return 1
+    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
+    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
+
+
+def _is_given(flag: str, words: Sequence[str]) -> bool:
+    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
+    return any(word.split("=", 1)[0] in spelled for word in words)
+
+
+def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
+    """Say in one line what there is, and what we chose because of it."""
+    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
+    return f"machine: {machine} → {chosen or 'no flag of ours'}"
+
+
+# ---- hosted ----------------------------------------------------------------------------------------------------------
+# The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is stopped.
+#
+# The flavour is what the submission says (`--jobs` sets `LIGHTON_OCR_FLAVOR` and `LIGHTON_OCR_TIMEOUT_S`); else what
+# `ACCELERATOR` says, if that is one (it was seen as only `cpu` or `gpu`); else what the Hub tells about the job, if the
+# token may ask; else the one flavour with these cores, this memory and these GPUs. Where that is none, none is guessed.
+
+
+FLAVOR_VARIABLE = "LIGHTON_OCR_FLAVOR"
+TIMEOUT_VARIABLE = "LIGHTON_OCR_TIMEOUT_S"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What is known of the machine. `ends_at` is when it is taken away, by `time.monotonic`."""
+
+    flavor: str | None = None
+    dollars_per_hour: float | None = None
+    prices_of: str | None = None
+    ends_at: float | None = None
+
+    def __str__(self) -> str:
+        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:g} an hour"
+        dated = f"{price}, prices of {self.prices_of}" if price and self.prices_of else price
+        return ", ".join(word for word in (self.flavor, dated) if word)
+
+    def cost(self, pages_per_s: float) -> str | None:
+        """Say what a thousand pages cost at this speed; None where no price is known."""
+        if self.dollars_per_hour is None or not pages_per_s:
+            return None
+        return f"${1000 * self.dollars_per_hour / 3600 / pages_per_s:.2f} per 1,000 pages ({self})"
+
+
+def find_runner(environment: Mapping[str, str], dollars_per_hour: float | None, started: float) -> Runner:
+    """Find out where we run, inside of a job; elsewhere the user's price is all there is.
+
+    `started` is when the run began: the job's time is counted from there.
+    """
+    if "JOB_ID" not in environment:
+        return Runner(dollars_per_hour=dollars_per_hour)
+    prices = read_price_list()
+    found = _find_flavor(environment, prices)
+    limit_s = environment.get(TIMEOUT_VARIABLE, "")
+    ends_at = started + float(limit_s) if limit_s.isdecimal() else None
+    if dollars_per_hour is not None:
+        return Runner(found.name if found else None, dollars_per_hour, None, ends_at)
+    if found is None:
+        return Runner(ends_at=ends_at)
+    return Runner(found.name, found.dollars_per_hour, prices.prices_of, ends_at)
+
+
+def _find_flavor(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
+    for variable in (FLAVOR_VARIABLE, "ACCELERATOR"):
+        named = prices.find(environment.get(variable))
+        if named:
+            return named
+    return prices.find(_flavor_of_job(environment["JOB_ID"])) or _flavor_by_shape(environment, prices)
+
+
+def _flavor_of_job(job_id: str) -> str | None:
+    """Ask the Hub about the job that we are; None where the token may not, or there is none."""
+    from huggingface_hub import HfApi
+
+    try:
+        flavor = HfApi().inspect_job(job_id=job_id).flavor
+    except no_answer():
+        return None
+    return str(getattr(flavor, "value", flavor))
+
+
+def _flavor_by_shape(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
+    try:
+        vcpus, ram_gb = read_number(environment["CPU_CORES"]), read_number(environment["MEMORY"])
+    except (KeyError, ValueError):
+        return None
+    gpus = [gpu.name for gpu in find_gpus()]
+    if environment.get("ACCELERATOR") == "gpu" and not gpus:  # one that can't be seen makes no CPU flavour
+        return None
+    return matching_flavor(prices.flavors, vcpus, ram_gb, gpus)
+
+
 # ---- interrupt -------------------------------------------------------------------------------------------------------
 # Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 
@@ -5540,241 +6327,6 @@ class HubBlocks:
         self._card_names_us = True
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
-# The profiles: everything that differs between the LightOnOCR generations.
-#
-# | family           | generation | built on | modes           | longest edge | a token is | context | answer at most |
-# |------------------|------------|----------|-----------------|--------------|------------|---------|----------------|
-# | LightOnOCR-1B    | 1          | pixtral  | text            | 1540 px      | 28 x 28 px | 8192    | 4096           |
-# | LightOnOCR-2-1B  | 2          | pixtral  | text            | 1540 px      | 28 x 28 px | 16384   | 4096           |
-# | LightOnOCR-3-1B  | 3          | pixtral  | text, grounding | 1540 px      | 28 x 28 px | 16384   | what is left   |
-# | LightOnOCR-3-0.8B, -4B | 3    | qwen3.5  | text, grounding | 2048 px      | 32 x 32 px | 18000   | what is left   |
-#
-# The evidence for each value stands in models.json, which a test holds equal to this room.
-
-
-DEFAULT_MODEL_ID = "lightonai/LightOnOCR-2-1B"
-
-# The trained prompts: a mode → the words beside the image. Anything else is out of distribution.
-PROMPT_WORDS = {"text": "", "grounding": "grounding"}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the model is sampled. Greedy decoding loops on hard pages, so no profile has temperature 0."""
-
-    temperature: float
-    top_p: float
-    max_tokens: int | None  # None: the server gives what is left of the context
-
-
-@dataclass(frozen=True)
-class KnownBad:
-    """An engine that starts and serves this model wrongly, or can't start it."""
-
-    vllm: str
-    transformers: str  # "": with any transformers
-    reason: str
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """What the scripts have to know of one model."""
-
-    model_id: str
-    about: str  # what sets a variant apart from the model it is named after; "" for that model itself
-    generation: int
-    architecture: str  # "pixtral" or "qwen3.5"
-    longest_edge_px: int
-    pixels_per_token_side: int
-    modes: tuple[str, ...]
-    sampling: Sampling
-    serve_args: tuple[str, ...]  # argv words after `vllm serve MODEL`
-    chat_template_kwargs: tuple[tuple[str, bool], ...]  # for each request; dict() of it is the JSON object
-    image_tag: str  # of vllm/vllm-openai
-    known_bad_engines: tuple[KnownBad, ...]
-    licence: str
-    languages: tuple[str, ...]  # ISO 639-1, as stated by the vendor; () where nothing is stated
-
-    @property
-    def image(self) -> str:
-        """The container image to run this model in."""
-        return f"vllm/vllm-openai:{self.image_tag}"
-
-
-@dataclass(frozen=True)
-class ProfileMatch:
-    """A profile and how it was found, for the log."""
-
-    requested: str
-    profile: ModelProfile
-    how: Literal["catalogue", "by name", "default"]
-
-    def __str__(self) -> str:
-        if self.how == "catalogue":
-            return f"profile {self.profile.model_id}"
-        if self.how == "by name":
-            return f"profile {self.profile.model_id}, taken by the name of {self.requested}"
-        return f"profile {self.profile.model_id}, the default: {self.requested} names no model of the catalogue"
-
-
-# 0.27.1 answers, and the GPU looks busy as usual: only the text shows it. Hence the canary page.
-LOOPS_ON_0_27_1 = KnownBad(
-    "0.27.1", "", "every LightOnOCR model loops in compiled mode, while the GPU looks normally busy"
-)
-NO_PIXTRAL_ON_0_30_0 = KnownBad(
-    "0.30.0", "5.17", "PixtralRotaryEmbedding can't be imported, so no Pixtral-based 1B model starts; 5.16.1 works"
-)
-
-# One page a request, said in advance: no memory is set aside for more (JSON is the only spelling since vLLM 0.10).
-ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}')
-# Pages never repeat, so both caches only cost memory; and a processor cache under concurrency has killed engines
-# ("Expected a cached item for mm_hash").
-NO_CACHES = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
-# The Qwen3.5 models were trained without thinking; also sent with each request, for servers started by others.
-NO_THINKING = (("enable_thinking", False),)
-NO_THINKING_ARGS = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-
-LIGHTONOCR_1B = ModelProfile(
-    model_id="lightonai/LightOnOCR-1B-1025",
-    about="",
-    generation=1,
-    architecture="pixtral",
-    longest_edge_px=1540,
-    pixels_per_token_side=28,
-    modes=("text",),
-    # 4096 of the 4096 to 6500 in use: with a page of 55 x 55 image tokens, 6500 would not fit the 8192 below.
-    sampling=Sampling(temperature=0.2, top_p=0.9, max_tokens=4096),
-    serve_args=("--max-model-len", "8192", *ONE_IMAGE, *NO_CACHES),
-    chat_template_kwargs=(),
-    image_tag="v0.22.1",
-    known_bad_engines=(LOOPS_ON_0_27_1, NO_PIXTRAL_ON_0_30_0),
-    licence="apache-2.0",
-    languages=("en", "fr", "de", "es", "it", "nl", "pt", "sv", "da"),
-)
-
-LIGHTONOCR_2_1B = replace(
-    LIGHTONOCR_1B,
-    model_id="lightonai/LightOnOCR-2-1B",
-    generation=2,
-    # 8192 fits a page and its 4096 tokens; 16384 leaves room to ask a truncated page again for more.
-    serve_args=("--max-model-len", "16384", *ONE_IMAGE, *NO_CACHES),
-    languages=(*LIGHTONOCR_1B.languages, "zh", "ja"),
-)
-
-LIGHTONOCR_3_1B = replace(
-    LIGHTONOCR_2_1B,
-    model_id="lightonai/LightOnOCR-3-1B",
-    generation=3,
-    modes=("text", "grounding"),
-    # The vendor's tip and its example request say 0.1 (its client defaults to 0.2): the steadier of the two.
-    sampling=Sampling(temperature=0.1, top_p=1.0, max_tokens=None),
-    image_tag="v0.32.0",  # the image of v0.30.0 ships the transformers that breaks this architecture
-    languages=(),
-)
-
-LIGHTONOCR_3_08B = replace(
-    LIGHTONOCR_3_1B,
-    model_id="lightonai/LightOnOCR-3-0.8B",
-    architecture="qwen3.5",
-    longest_edge_px=2048,
-    pixels_per_token_side=32,
-    serve_args=("--max-model-len", "18000", *ONE_IMAGE, *NO_CACHES, *NO_THINKING_ARGS),
-    chat_template_kwargs=NO_THINKING,
-    image_tag="v0.30.0",
-    known_bad_engines=(LOOPS_ON_0_27_1,),
-)
-
-LIGHTONOCR_3_4B = replace(LIGHTONOCR_3_08B, model_id="lightonai/LightOnOCR-3-4B")
-
-
-@functools.cache
-def catalogue() -> tuple[ModelProfile, ...]:
-    """Every model known, a family's own model before its variants."""
-    return (
-        LIGHTONOCR_1B,
-        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-32k-1025"),
-        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-16k-1025"),
-        LIGHTONOCR_2_1B,
-        *(
-            replace(LIGHTONOCR_2_1B, model_id=f"{LIGHTONOCR_2_1B.model_id}-{suffix}", about=about)
-            for suffix, about in (
-                ("base", "before reinforcement learning"),
-                ("bbox", "also boxes embedded figures"),
-                ("bbox-base", "also boxes embedded figures; before reinforcement learning"),
-                ("ocr-soup", "a merge"),
-                ("bbox-soup", "a merge; also boxes embedded figures"),
-            )
-        ),
-        LIGHTONOCR_3_08B,
-        LIGHTONOCR_3_1B,
-        LIGHTONOCR_3_4B,
-    )
-
-
-def find_profile(model_id: str) -> ProfileMatch:
-    """The profile of a model: by its exact id, else by the model named in it, else the default one.
-
-    A name is looked for in the last part of a path first, then in the whole, without regard to case and punctuation:
-    `me/LightOnOCR-2-1B-letters`, `/models/lightonocr-3-4b/` and a snapshot folder of the Hub's cache are all found.
-    """
-    by_id = {profile.model_id: profile for profile in catalogue()}
-    if model_id in by_id:
-        return ProfileMatch(model_id, by_id[model_id], "catalogue")
-    last_part = re.split(r"[/\\]", model_id.rstrip("/\\"))[-1]
-    for text in (_letters_and_digits(last_part), _letters_and_digits(model_id)):
-        named = [profile for profile in catalogue() if _name_key(profile) in text]
-        if named:
-            # The longest name wins: LightOnOCR-2-1B stands in LightOnOCR-2-1B-bbox too.
-            return ProfileMatch(model_id, max(named, key=lambda profile: len(_name_key(profile))), "by name")
-    return ProfileMatch(model_id, by_id[DEFAULT_MODEL_ID], "default")
-
-
-def _letters_and_digits(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _name_key(profile: ModelProfile) -> str:
-    name = profile.model_id.partition("/")[2]
-    return _letters_and_digits(name.removesuffix("-1025"))
-
-
-def prompt_words(profile: ModelProfile, mode: str) -> str:
-    """The words beside the image in this mode ("" for none); a mode the model was not trained on is refused."""
-    if mode not in profile.modes:
-        raise UsageError(
-            f"{profile.model_id} has no mode {mode!r}, only {', '.join(profile.modes)}: "
-            f"leave the mode out, or choose a model that has it"
-            + (" (grounding came with LightOnOCR-3)" if mode == "grounding" else "")
-        )
-    return PROMPT_WORDS[mode]
-
-
-def serve_option(profile: ModelProfile, name: str) -> str | None:
-    """The value of one of the profile's serve_args, such as `--max-model-len`; None if it isn't among them."""
-    if name not in profile.serve_args:
-        return None
-    return profile.serve_args[profile.serve_args.index(name) + 1]
-
-
-def known_bad_engine(profile: ModelProfile, vllm: str, transformers: str | None = None) -> KnownBad | None:
-    """The entry that warns of this engine, if there is one.
-
-    Where an entry depends on the transformers version and ours is unknown (a remote server does not tell), the entry is
-    returned, and its `transformers` says what to check.
-    """
-    for bad in profile.known_bad_engines:
-        transformers_fits = not bad.transformers or transformers is None or _is_release(transformers, bad.transformers)
-        if _is_release(vllm, bad.vllm) and transformers_fits:
-            return bad
-    return None
-
-
-def _is_release(version: str, release: str) -> bool:
-    """Whether a version is that release or a build of it: 0.27.1+cu129 is of 0.27.1, 5.17.2 of 5.17, 0.27.10 is not."""
-    return re.match(re.escape(release) + r"(?!\d)", version.strip().removeprefix("v")) is not None
-
-
 # ---- options ---------------------------------------------------------------------------------------------------------
 # The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from those.
 
@@ -5942,6 +6494,33 @@ class CommonOptions:
     )
     show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
     verbose: bool = option(False, "run", "say why requests are made again, and more")
+    dollars_per_hour: float | None = option(
+        None, "run", "price of an hour of this machine (default: of the job's flavour)", metavar="D", minimum=0.0
+    )
+
+    jobs: int | None = option(
+        None, "jobs", "submit this run as N Hugging Face Jobs that share the output, and end", metavar="N", minimum=1
+    )
+    flavor: str | None = option(
+        None, "jobs", "hardware of a job, as `hf jobs hardware` names it (default: the script's own)", metavar="NAME"
+    )
+    timeout: str | None = option(
+        None, "jobs", "when a job is stopped: 90m, 4h, 2d (default: from the estimate, or 4h)", metavar="TIME"
+    )
+    attempts: int | None = option(
+        None,
+        "jobs",
+        "how often a job is started in all, where it is stopped or fails (default: 3)",
+        metavar="N",
+        minimum=1,
+    )
+    jobs_namespace: str | None = option(
+        None, "jobs", "user or organisation that the jobs run for (default: the token's user)", metavar="NS"
+    )
+    pages_per_second: float | None = option(
+        None, "jobs", "speed of one job, for the estimate (default: a stored figure)", metavar="X", minimum=1e-9
+    )
+    dry_run: bool = option(False, "jobs", "print what --jobs would submit, and submit nothing")
 
     vllm_args: tuple[str, ...] = ()
 
@@ -6132,6 +6711,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    runner: Runner = field(default_factory=Runner)
     rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
 
@@ -6274,7 +6854,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         **quality_settings(options),
-        "flavor": os.environ.get("ACCELERATOR"),
+        "flavor": run.runner.flavor or os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -6301,20 +6881,20 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def start_counting(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> None:
+def start_counting(run: Run, todo: Sequence[int]) -> None:
     """Count from now on what this run does, beside what is done already."""
     at = run.at
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
     rows_before = rows - sum(len(at.plan.positions(number)) for number in missing) - run.rows_again
-    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
+    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=run.runner.dollars_per_hour)
 
 
-def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
+def make_job(run: Run, todo: Sequence[int]) -> Job:
     """Return what has to be done, and start counting."""
     at = run.at
-    start_counting(run, todo, dollars_per_hour)
+    start_counting(run, todo)
     assert run.tally is not None
     if run.tally.rows_before:
         say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")
@@ -6330,243 +6910,6 @@ def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = Non
         results_only=run.way.results_only,
         extras=extra_columns(run.options),
     )
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
-#
-# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
-# back does not count as used.
-
-
-RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
-MOST_RESERVED = 2 * 1024**3
-NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The limit that comes first, in bytes, and what is left below it."""
-
-    limit: int
-    available: int
-
-    @property
-    def for_pages(self) -> int:
-        """The bytes that pages may still take; negative where the reserve is touched already."""
-        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
-
-
-def read_memory(root: Path = Path("/")) -> HostMemory | None:
-    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
-    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
-    known = [memory for memory in found if memory]
-    return min(known, key=lambda memory: memory.for_pages) if known else None
-
-
-def own_rss(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process holds."""
-    statm = _text(root / "proc/self/statm").split()
-    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
-
-
-def _meminfo(root: Path) -> HostMemory | None:
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-    total = kib.get("MemTotal")
-    available = kib.get("MemAvailable", kib.get("MemFree"))
-    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
-    mount = root / "sys/fs/cgroup" / controller
-    if not controller and not (mount / "cgroup.controllers").exists():
-        mount = root / "sys/fs/cgroup/unified"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, where = [*line.split(":", 2), "", ""][:3]
-        if controller in names.split(","):
-            inner = PurePosixPath(where.lstrip("/"))
-            # in a container the path may be the host's, and only the mount's top is there
-            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
-    return [mount] if mount.is_dir() else []
-
-
-def _group_v2(group: Path) -> HostMemory | None:
-    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
-
-
-def _groups_v1(root: Path) -> list[HostMemory | None]:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return [_group_memory(group, *names) for group in _groups(root, "memory")]
-
-
-def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None or limit >= NO_LIMIT:
-        return None
-    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
-    cache = stat.get(cache_name, "0")
-    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
-    return HostMemory(limit, limit - used)
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None  # "max" is no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-class PageMeasure:
-    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
-
-    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
-    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
-    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
-    """
-
-    def __init__(self, least: int = 256 * 1024) -> None:
-        self._least = least
-        self._records: list[tuple[int, int]] = []
-
-    def note(self, in_flight: int, rss: int | None) -> None:
-        """Take a look."""
-        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
-            self._records.append((in_flight, rss))
-
-    def bytes_a_page(self) -> float | None:
-        """Return the bytes a page in flight takes; None before enough was seen to say that."""
-        records = self._records[:: max(1, len(self._records) // 24)]
-        if len(records) < 4:
-            return None
-        pairs = itertools.combinations(records, 2)
-        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
-        return max(float(self._least), statistics.median(slopes))
-
-
-# ---- machine ---------------------------------------------------------------------------------------------------------
-# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
-#
-# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
-# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
-# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
-
-
-CORES_AN_API_SERVER = 3
-MEMORY_AN_API_SERVER = 7 * 1024**3
-MOST_API_SERVERS = 4
-GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, as `nvidia-smi` names it; memory in MiB."""
-
-    name: str
-    memory_mib: int
-    driver: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
-
-    gpus: tuple[Gpu, ...]
-    cores: float
-    memory_bytes: int | None
-
-    def __str__(self) -> str:
-        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
-        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
-        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A flag that the machine suggests, and why."""
-
-    words: tuple[str, ...]
-    why: str
-
-
-def look_around(root: Path = Path("/")) -> Machine:
-    """Return what this machine has."""
-    memory = read_memory(root)
-    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
-
-
-def find_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return read_gpus(done.stdout)
-
-
-def read_gpus(listing: str) -> tuple[Gpu, ...]:
-    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
-    gpus: list[Gpu] = []
-    for line in listing.splitlines():
-        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
-        if memory.isdecimal():
-            gpus.append(Gpu(name, int(memory), driver))
-    return tuple(gpus)
-
-
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    group = root / "sys/fs/cgroup"
-    v2 = _numbers(group / "cpu.max")
-    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
-    for quota in (v2, v1):
-        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
-            return min(float(bound), round(quota[0] / quota[1], 2))
-    return float(bound)
-
-
-def _numbers(path: Path) -> list[int]:
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return []
-    return [int(word) for word in words if word.isdecimal()]
-
-
-def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
-    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
-    choices: list[Choice] = []
-    servers = _api_servers(machine)
-    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
-        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
-        choices.append(Choice(("--api-server-count", str(servers)), why))
-    return choices
-
-
-def _api_servers(machine: Machine) -> int:
-    if not machine.gpus:
-        return 1
-    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
-    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
-
-
-def _is_given(flag: str, words: Sequence[str]) -> bool:
-    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
-    return any(word.split("=", 1)[0] in spelled for word in words)
-
-
-def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
-    """Say in one line what there is, and what we chose because of it."""
-    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
-    return f"machine: {machine} → {chosen or 'no flag of ours'}"
 
 
 # ---- canary ----------------------------------------------------------------------------------------------------------
@@ -7743,7 +8086,7 @@ async def drive(
             say(f"{url} is a router before {len(workers)} servers: {', '.join(workers)}")
         gauges = GaugeReader(url, functools.partial(metrics_text, server.endpoint.api_key, workers), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
-        with beside(gauges.run(), steering.steer()), progress_shown(tally):
+        with beside(gauges.run(), steering.steer(), watch_deadline(tally, run.runner.ends_at)), progress_shown(tally):
             await run_job(job, asker, tally, window)
 
 
@@ -7889,6 +8232,8 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         if run.options.overwrite:
             run.at.blocks.remove_all()
         todo = [] if run.way.finishes else run.todo()
+        if todo:
+            run.runner = find_runner(os.environ, run.options.dollars_per_hour, run.started)
         start_counting(run, todo)
         run.at.blocks.get_ready(to_write=bool(todo))
         if not todo and not run.way.finishes:
@@ -7922,13 +8267,14 @@ def take_stock(run: Run) -> None:
     run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
     speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
     info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
+    cost = run.runner.cost(run.tally.pages_per_s()) if run.tally and run.tally.done else None
     write = publish_card if shared else write_card
     write(
         run.output,
         input_name=input_name(run, at.source),
         plan=at.plan,
         statuses=run.statuses,
-        facts={**info, "speed": speed},
+        facts={**info, "speed": speed, "cost": cost},
         command=run.command(),
     )
 
@@ -8008,6 +8354,7 @@ def say_end(run: Run, code: int, message: str) -> None:
         seconds=time.monotonic() - run.started,
         tally=run.tally,
         statuses=run.statuses,
+        flavor=run.runner.flavor,
     )
     say_to_programs(outcome.json_line())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from .ask import Asker, Failure
+from .deadline import watch_deadline
 from .flow import Job, count_cores, run_job
 from .gauges import GaugeReader
 from .job import Run, engine_args, hosted_command
@@ -137,7 +138,7 @@ async def drive(
             say(f"{url} is a router before {len(workers)} servers: {', '.join(workers)}")
         gauges = GaugeReader(url, functools.partial(metrics_text, server.endpoint.api_key, workers), say)
         steering = Steering(window, tally, lambda: gauges.latest, count_cores(), telemetry)
-        with beside(gauges.run(), steering.steer()), progress_shown(tally):
+        with beside(gauges.run(), steering.steer(), watch_deadline(tally, run.runner.ends_at)), progress_shown(tally):
             await run_job(job, asker, tally, window)
 
 

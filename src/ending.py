@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from .blocks import count_statuses
 from .columns import new_columns
 from .errors import JobError, UsageError
+from .hosted import find_runner
 from .interrupt import Interrupted, Interrupts
 from .job import Run, input_name, is_private, run_info, start_counting
 from .options import CommonOptions
@@ -62,6 +64,8 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         if run.options.overwrite:
             run.at.blocks.remove_all()
         todo = [] if run.way.finishes else run.todo()
+        if todo:
+            run.runner = find_runner(os.environ, run.options.dollars_per_hour, run.started)
         start_counting(run, todo)
         run.at.blocks.get_ready(to_write=bool(todo))
         if not todo and not run.way.finishes:
@@ -95,13 +99,14 @@ def take_stock(run: Run) -> None:
     run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
     speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
     info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
+    cost = run.runner.cost(run.tally.pages_per_s()) if run.tally and run.tally.done else None
     write = publish_card if shared else write_card
     write(
         run.output,
         input_name=input_name(run, at.source),
         plan=at.plan,
         statuses=run.statuses,
-        facts={**info, "speed": speed},
+        facts={**info, "speed": speed, "cost": cost},
         command=run.command(),
     )
 
@@ -181,5 +186,6 @@ def say_end(run: Run, code: int, message: str) -> None:
         seconds=time.monotonic() - run.started,
         tally=run.tally,
         statuses=run.statuses,
+        flavor=run.runner.flavor,
     )
     say_to_programs(outcome.json_line())

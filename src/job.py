@@ -22,6 +22,7 @@ from .blocks import (
 )
 from .errors import UsageError
 from .flow import Job
+from .hosted import Runner
 from .hub_blocks import HubBlocks
 from .models import ModelProfile, find_profile, prompt_words
 from .options import CommonOptions
@@ -80,6 +81,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    runner: Runner = field(default_factory=Runner)
     rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
 
@@ -222,7 +224,7 @@ def run_info(run: Run) -> dict[str, Any]:
         "seed": question.seed,
         "longest_edge_px": run.profile.longest_edge_px,
         **quality_settings(options),
-        "flavor": os.environ.get("ACCELERATOR"),
+        "flavor": run.runner.flavor or os.environ.get("ACCELERATOR"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -249,20 +251,20 @@ def engine_args(run: Run) -> tuple[str, ...]:
     return (*run.profile.serve_args, *words, *options.vllm_args)
 
 
-def start_counting(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> None:
+def start_counting(run: Run, todo: Sequence[int]) -> None:
     """Count from now on what this run does, beside what is done already."""
     at = run.at
     ours = [number for number in range(len(at.plan)) if run.way.shard.holds(number)]
     missing = set(todo) - at.blocks.closed()
     rows = sum(len(at.plan.positions(number)) for number in ours)
     rows_before = rows - sum(len(at.plan.positions(number)) for number in missing) - run.rows_again
-    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=dollars_per_hour)
+    run.tally = Tally(rows, rows_before, verbose=run.options.verbose, dollars_per_hour=run.runner.dollars_per_hour)
 
 
-def make_job(run: Run, todo: Sequence[int], dollars_per_hour: float | None = None) -> Job:
+def make_job(run: Run, todo: Sequence[int]) -> Job:
     """Return what has to be done, and start counting."""
     at = run.at
-    start_counting(run, todo, dollars_per_hour)
+    start_counting(run, todo)
     assert run.tally is not None
     if run.tally.rows_before:
         say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")

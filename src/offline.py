@@ -47,6 +47,7 @@ from importlib.metadata import version
 from typing import Any
 
 from .canary import Canary
+from .deadline import watch_deadline
 from .ending import carry_out, no_module, refuse
 from .engine import OfflineEngine
 from .errors import EngineError, JobError, UsageError
@@ -58,7 +59,7 @@ from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
 from .orphans import end_children_with_us
 from .question import Question, page_messages, page_sampling
-from .report import progress_shown, say
+from .report import beside, progress_shown, say
 from .result import PageResult, result_of_answer
 from .startup import explanation
 from .trust import Trust, check_canary, check_context, check_version, required
@@ -232,7 +233,7 @@ def ask_about_canary(
 async def feed(job: Job, run: Run, engine: OfflineEngine, window: Window) -> None:
     """Keep the engine busy with the pages of the job, and show how it goes."""
     assert run.tally is not None
-    with progress_shown(run.tally):
+    with beside(watch_deadline(run.tally, run.runner.ends_at)), progress_shown(run.tally):
         await run_job(job, engine, run.tally, window)
 
 

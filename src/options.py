@@ -173,6 +173,33 @@ class CommonOptions:
     )
     show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
     verbose: bool = option(False, "run", "say why requests are made again, and more")
+    dollars_per_hour: float | None = option(
+        None, "run", "price of an hour of this machine (default: of the job's flavour)", metavar="D", minimum=0.0
+    )
+
+    jobs: int | None = option(
+        None, "jobs", "submit this run as N Hugging Face Jobs that share the output, and end", metavar="N", minimum=1
+    )
+    flavor: str | None = option(
+        None, "jobs", "hardware of a job, as `hf jobs hardware` names it (default: the script's own)", metavar="NAME"
+    )
+    timeout: str | None = option(
+        None, "jobs", "when a job is stopped: 90m, 4h, 2d (default: from the estimate, or 4h)", metavar="TIME"
+    )
+    attempts: int | None = option(
+        None,
+        "jobs",
+        "how often a job is started in all, where it is stopped or fails (default: 3)",
+        metavar="N",
+        minimum=1,
+    )
+    jobs_namespace: str | None = option(
+        None, "jobs", "user or organisation that the jobs run for (default: the token's user)", metavar="NS"
+    )
+    pages_per_second: float | None = option(
+        None, "jobs", "speed of one job, for the estimate (default: a stored figure)", metavar="X", minimum=1e-9
+    )
+    dry_run: bool = option(False, "jobs", "print what --jobs would submit, and submit nothing")
 
     vllm_args: tuple[str, ...] = ()
 

@@ -149,9 +149,14 @@ class Tally:
 
     def _bound_and_cost(self) -> str:
         words = f", bounded by {self.bounded_by}" if self.bounded_by else ""
-        if self.dollars_per_hour is not None and self.done:
-            words += f", ${1000 * self.dollars_per_hour / 3600 / self.pages_per_s():.2f} per 1,000 pages"
-        return words
+        dollars = self.dollars_per_thousand_pages()
+        return words if dollars is None else f"{words}, ${dollars:.2f} per 1,000 pages"
+
+    def dollars_per_thousand_pages(self) -> float | None:
+        """Return what a thousand pages cost at the mean speed; None where no price is known."""
+        if self.dollars_per_hour is None or not self.done:
+            return None
+        return self.dollars_per_hour / 3.6 / self.pages_per_s()
 
 
 def duration(seconds: float) -> str:
@@ -224,10 +229,12 @@ class Outcome:
     seconds: float
     tally: Tally | None
     statuses: Mapping[str, int]
+    flavor: str | None = None
 
     def json_line(self) -> str:
         """Return the JSON line; its keys are frozen (CONTRACT.md)."""
         tally = self.tally or Tally(rows=0)
+        price = tally.dollars_per_hour
         return json.dumps(
             {
                 "version": 1,
@@ -252,5 +259,14 @@ class Outcome:
                 "tokens": tally.tokens,
                 "seconds": round(self.seconds, 3),
                 "pages_per_second": round(tally.pages_per_s(), 4) if tally.done else 0.0,
+                "flavor": self.flavor,
+                "dollars_per_hour": price,
+                "dollars": rounded_dollars(None if price is None else self.seconds * price / 3600),
+                "dollars_per_thousand_pages": rounded_dollars(tally.dollars_per_thousand_pages()),
             }
         )
+
+
+def rounded_dollars(dollars: float | None) -> float | None:
+    """Return an amount for programs; None stays None."""
+    return None if dollars is None else round(dollars, 4)

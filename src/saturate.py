@@ -44,7 +44,6 @@ from .blocks import Shard
 from .driver import DriverOptions, drive, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError, UsageError
-from .flavors import price_here
 from .flow import count_cores
 from .interrupt import Interrupts
 from .job import Run, Way, begin, make_job
@@ -84,9 +83,6 @@ class SaturateOptions(DriverOptions):
     )
     telemetry: str | None = option(
         None, "run", "file for each decision about the window, as JSON lines", metavar="FILE"
-    )
-    dollars_per_hour: float | None = option(
-        None, "run", "price of an hour of this machine (default: of the flavour, where known)", metavar="D", minimum=0.0
     )
 
 
@@ -176,7 +172,7 @@ def saturate_server(
     run.engine, run.context_tokens = server.engine, server.context_tokens
     say(f"{server.engine} serves {server.endpoint.model} at {server.endpoint.base_url}")
     window = Window(bounds_of(options), ahead=2 * count_cores())
-    job = make_job(run, todo, dollars_per_hour=options.dollars_per_hour or price_here(os.environ))
+    job = make_job(run, todo)
     try:
         with telemetry_file(options.telemetry) as telemetry:
             interrupts.run(drive(job, run, options, server, window, telemetry))

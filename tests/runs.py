@@ -57,6 +57,10 @@ JSON_KEYS = [
     "tokens",
     "seconds",
     "pages_per_second",
+    "flavor",
+    "dollars_per_hour",
+    "dollars",
+    "dollars_per_thousand_pages",
 ]
 
 
