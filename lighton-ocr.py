@@ -5685,7 +5685,7 @@ class CommonOptions:
         "with --mode grounding: blocks to leave out of the text, such as header,footer,page_number",
         metavar="LABELS",
     )
-    fix_dollars: bool = option(True, "output", r"repair escaped math delimiters (\$x\$) and leave prices alone")
+    fix_dollars: bool = option(True, "output", r"repair escaped math delimiters (`\$x\$`) and leave prices alone")
     keep_raw: bool = option(False, "output", "keep the text as the engine gave it, in a _raw column")
     confidence: bool = option(
         False, "output", "mean and lowest token probability of a page, in a _confidence column; engines with logprobs"

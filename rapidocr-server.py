@@ -718,8 +718,8 @@ def _key_checker(permits: Callable[[str | None], bool]) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Define and read the options."""
+def make_parser() -> argparse.ArgumentParser:
+    """Define the options."""
     parser = argparse.ArgumentParser(
         prog="rapidocr-server.py",
         description=f"OCR on the CPU with {MODEL_NAME} behind vLLM's API. This is not LightOnOCR.",
@@ -732,7 +732,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--threads",
         type=_positive,
         default=min(4, cores()),
-        help="pages read at the same time; they share the cores (default here: %(default)s)",
+        help="pages read at the same time; they share the cores (default: 4, or the cores where they are fewer)",
     )
     parser.add_argument(
         "--allowed-local-media-path",
@@ -740,7 +740,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="directory below which file:// images may be read (default: none may)",
     )
-    return parser.parse_args(argv)
+    return parser
 
 
 def _positive(text: str) -> int:
@@ -774,7 +774,7 @@ def say(message: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop."""
-    args = parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         listener = bind(args.host, args.port)
     except OSError as error:

@@ -80,11 +80,11 @@ def test_the_file_has_every_field_of_the_profile_and_no_other() -> None:
 
 
 def test_every_fact_carries_a_known_level_of_evidence_and_no_stray_key() -> None:
-    facts = all_facts(read_catalogue())
+    facts = all_facts(read_catalogue()["models"])
     assert len(facts) > 80
     for fact in facts:
         assert fact["evidence"] in EVIDENCE
-        assert {"value", "evidence"} <= set(fact) <= {"value", "evidence", "note"}
+        assert {"value", "evidence"} <= set(fact) <= {"value", "evidence", "conditions", "note"}
 
 
 def test_ids_are_unique_and_every_generation_is_there() -> None:
