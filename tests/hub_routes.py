@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from tests.hub_faults import Faults
 from tests.hub_jobs import JobsPlace
 from tests.hub_state import (
     DATE,
@@ -28,8 +29,6 @@ from tests.hub_state import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from tests.hub_faults import Failure
-
 
 class Routes:
     """What the clients call."""
@@ -39,7 +38,7 @@ class Routes:
         self.requests: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
         self.bytes_served: Counter[str] = Counter()
-        self.failures: list[Failure] = []
+        self.faults = Faults()
         self.parts: dict[str, dict[int, bytes]] = {}
         self.jobs = JobsPlace(self._check_jobs, lambda bucket: {})
         self.tree_page_size = 1000
@@ -70,6 +69,9 @@ class Routes:
                 web.post(repo + "/commit/{revision}", self.commit),
                 web.post(repo + "/branch/{revision}", self.create_branch),
                 web.delete(repo + "/branch/{revision}", self.delete_branch),
+                web.post(repo + "/tag/{revision}", self.create_tag),
+                web.delete(repo + "/tag/{revision}", self.delete_tag),
+                web.put(repo + "/settings", self.settings),
                 web.post(files + ".git/info/lfs/objects/batch", self.lfs_batch),
                 web.put("/lfs/objects/{oid}", self.lfs_put),
                 web.put("/lfs/parts/{oid}/{number}", self.lfs_put_part),
@@ -92,17 +94,21 @@ class Routes:
                 self.unknown[f"{request.method} {request.path}"] += 1
                 return refuse(HubError(404, "Sorry, we can't find the page you are looking for."))
             self.requests[f"{request.method} {resource.canonical}"] += 1
-            failure = next((failure for failure in self.failures if failure.strikes(request)), None)
+            try:
+                for hold in self.faults.holds:
+                    await hold.pass_through(request)
+                failure = self.faults.due(request)
+                response = await handler(request) if failure is None or failure.late else None
+            except HubError as error:
+                return refuse(error)
             if failure and not failure.status:
                 if request.transport:
                     request.transport.abort()
                 raise web.HTTPServiceUnavailable  # which nobody hears
             if failure:
                 return web.json_response({"error": "scripted"}, status=failure.status, headers=failure.headers)
-            try:
-                return await handler(request)
-            except HubError as error:
-                return refuse(error)
+            assert response is not None
+            return response
 
         return guard
 
@@ -231,6 +237,31 @@ class Routes:
         del repo.refs[repo.ref(request.match_info["revision"])]
         return web.json_response({})
 
+    async def create_tag(self, request: web.Request) -> web.Response:
+        """A new tag on a revision."""
+        repo, name = self._repo(request), (await request.json())["tag"]
+        self.hub.check_write(repo.name, self._token(request))
+        if f"refs/tags/{name}" in repo.refs:
+            raise HubError(409, f"Reference already exists: {name}")
+        repo.refs[f"refs/tags/{name}"] = self._commit(request).oid
+        return web.json_response({})
+
+    async def delete_tag(self, request: web.Request) -> web.Response:
+        """A tag less."""
+        repo, name = self._repo(request), request.match_info["revision"]
+        self.hub.check_write(repo.name, self._token(request))
+        if repo.refs.pop(f"refs/tags/{name}", None) is None:
+            raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
+        return web.json_response({})
+
+    async def settings(self, request: web.Request) -> web.Response:
+        """Who may see a repository, and who must ask first."""
+        repo, body = self._repo(request), await request.json()
+        self.hub.check_write(repo.name, self._token(request))
+        repo.private = body.get("visibility", "private" if repo.private else "public") == "private"
+        repo.gated = bool(body.get("gated", repo.gated))
+        return web.json_response({})
+
     # -- files
 
     async def tree(self, request: web.Request) -> web.Response:
@@ -308,6 +339,9 @@ class Routes:
     async def commit(self, request: web.Request) -> web.Response:
         """One commit in NDJSON: a header, then operations; refused if the parent has moved on."""
         repo, token = self._writer(request)
+        refused = self.faults.quota and self.faults.quota.refusal()
+        if refused:
+            return web.json_response({"error": "Too many commits"}, status=429, headers=refused)
         header, *operations = [json.loads(line) for line in (await request.read()).splitlines() if line.strip()]
         ref = repo.ref(request.match_info["revision"])
         base = repo.at(ref)
@@ -337,20 +371,26 @@ class Routes:
         if oid in self.hub.objects:
             return answer
         base, chunk = f"{origin(request)}/lfs", self.multipart_chunk_bytes
-        upload: dict[str, object] = {"href": f"{base}/objects/{oid}"}
+        ticket = self.faults.uploads.ticket()
+        upload: dict[str, object] = {"href": f"{base}/objects/{oid}?ticket={ticket}"}
         if size >= self.multipart_from_bytes:
             numbers = range(1, -(-size // chunk) + 1)
-            parts = {str(number): f"{base}/parts/{oid}/{number}" for number in numbers}
+            parts = {str(number): f"{base}/parts/{oid}/{number}?ticket={ticket}" for number in numbers}
             upload = {"href": f"{base}/complete/{oid}", "header": {"chunk_size": str(chunk)} | parts}
         return answer | {"actions": {"upload": upload, "verify": {"href": f"{base}/verify"}}}
 
     async def lfs_put(self, request: web.Request) -> web.Response:
         """A large file in one piece."""
-        return self._store(request.match_info["oid"], await request.read())
+        return self._store(request.match_info["oid"], await self._received(request))
+
+    async def _received(self, request: web.Request) -> bytes:
+        if self.faults.uploads.is_dead(request):
+            raise HubError(403, "Request has expired")
+        return await self.faults.uploads.receive(request)
 
     async def lfs_put_part(self, request: web.Request) -> web.Response:
         """One part of a large file."""
-        content, names = await request.read(), request.match_info
+        content, names = await self._received(request), request.match_info
         self.parts.setdefault(names["oid"], {})[int(names["number"])] = content
         return web.Response(headers={"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
 

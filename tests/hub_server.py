@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from aiohttp import web
 
 from tests.hub_buckets import Buckets
-from tests.hub_faults import Failure
+from tests.hub_faults import Failure, Hold, Quota, Uploads
 from tests.hub_routes import Routes
 from tests.hub_state import PR_TOKEN, READ_TOKEN, WRITE_TOKEN, Blob, Commit, Hub, Repo, is_large
 
@@ -103,10 +103,53 @@ class HubServer:
         for path, content in files:
             self.put(name, path, content)
 
-    def fail(self, method: str, path: str, status: int, times: int = 1, retry_after: float | None = None) -> None:
-        """Refuse the next `times` requests with this method and this text in their path; status 0 hangs up on them."""
+    def fail(
+        self,
+        method: str,
+        path: str,
+        status: int,
+        times: int = 1,
+        *,
+        skip: int = 0,
+        retry_after: float | None = None,
+        rate_limit: int | None = None,
+        late: bool = False,
+    ) -> None:
+        """Script a refusal of requests with this method and this text in their path (not in their query).
+
+            hub.fail("POST", "/commit/", 412, times=3)                the next three commits
+            hub.fail("PUT", "/lfs/objects/", 503, skip=2)             the third upload
+            hub.fail("GET", "/resolve/", 0)                           hangs up on the next reader
+            hub.fail("POST", "/commit/", 429, retry_after=5)          with `Retry-After: 5`
+            hub.fail("GET", "/api/datasets/", 429, rate_limit=5)      with `RateLimit: "api";r=0;t=5`
+            hub.fail("POST", "/commit/", 0, late=True)                does the commit, and hangs up
+
+        Of several that fit, the first that is due strikes, and those scripted after it don't count the request. What is
+        refused has no effect (but where it is refused `late`), and is counted in `requests`.
+        """
         headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
-        self.routes.failures.append(Failure(method, path, status, times, headers))
+        if rate_limit is not None:
+            headers |= {
+                "RateLimit": f'"api";r=0;t={rate_limit}',
+                "RateLimit-Policy": '"fixed window";"api";q=500;w=300',
+            }
+        self.routes.faults.failures.append(Failure(method, path, status, times, headers, skip, late))
+
+    def limit_commits(self, commits: int, window_s: float) -> Quota:
+        """Take no more than so many commits, in all repositories together, in a window of time; 429 beyond them."""
+        self.routes.faults.quota = quota = Quota(commits, window_s)
+        return quota
+
+    def hold(self, method: str, path: str) -> Hold:
+        """Keep requests waiting that have this method and this text in their path, for the length of a `with` block."""
+        hold = Hold(method, path)
+        self.routes.faults.holds.append(hold)
+        return hold
+
+    @property
+    def uploads(self) -> Uploads:
+        """How large files come in: `uploads.expire(2)`, `uploads.bytes_per_s = 1e6`."""
+        return self.routes.faults.uploads
 
     def __enter__(self) -> Self:
         self._thread.start()
