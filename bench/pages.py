@@ -11,10 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
@@ -62,6 +59,10 @@ def _with_grain(page: Image.Image, number: int, colour: bool) -> Image.Image:
 
 def write_dataset(folder: Path, pages: Iterator[bytes] | list[bytes], rows_per_file: int = 1000) -> Path:
     """Write pages as a dataset of parquet files, `train` split, with the columns `id` and `image`."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     features = datasets.Features({"id": datasets.Value("int64"), "image": datasets.Image()})
     folder.mkdir(parents=True, exist_ok=True)
     pages = iter(pages)
