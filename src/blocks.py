@@ -1,7 +1,7 @@
 """Blocks of rows: their names, how one is written, and what is there already.
 
 A split is cut into contiguous blocks of `block_rows` rows. A block is one parquet file, written once and whole, under
-a name that is a function of split and number: the files that exist are the state from which a run resumes.
+a name that is a function of its target and number: the files that exist are the state from which a run resumes.
 """
 
 from __future__ import annotations
@@ -25,36 +25,57 @@ if TYPE_CHECKING:
 
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
 SETTINGS_READ = 64  # blocks whose settings are looked into when a run goes on
+DEFAULT_CONFIG = "default"
+DEFAULT_FOLDER = "data"
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
 COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """How a split of `num_rows` wanted rows is cut."""
+class Target:
+    """Which split of which configuration of an output its blocks are."""
 
     split: str
+    config: str = DEFAULT_CONFIG
+
+    def __str__(self) -> str:
+        return self.split if self.config == DEFAULT_CONFIG else f"{self.config}/{self.split}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of the configuration's blocks, relative to the output."""
+        return DEFAULT_FOLDER if self.config == DEFAULT_CONFIG else self.config
+
+    @property
+    def pattern(self) -> str:
+        """What the names of its blocks, and no others, match: as a card says it."""
+        return f"{self.folder}/{self.split}-*.parquet"
+
+    def block_name(self, number: int) -> str:
+        """Return the name of a block's file, relative to the output."""
+        return f"{self.folder}/{self.split}-{number:06d}.parquet"
+
+    def block_number(self, name: str) -> int | None:
+        """Return the number of the block in a file, named relative to the output; None if it is no block of ours."""
+        match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.split}')}-(\d{{6}})\.parquet", name)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a split of `num_rows` wanted rows is cut; one without rows is one block without rows."""
+
+    target: Target
     num_rows: int
     block_rows: int
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.block_rows)
+        return max(1, -(-self.num_rows // self.block_rows))
 
     def positions(self, number: int) -> range:
         """Which of the wanted rows block `number` holds."""
         return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
-
-
-def block_name(split: str, number: int) -> str:
-    """Return the name of a block's file, relative to the output."""
-    return f"data/{split}-{number:06d}.parquet"
-
-
-def block_number(split: str, file_name: str) -> int | None:
-    """Return the number of the block that `data/`'s `file_name` holds, or None if it is no block of this split."""
-    match = re.fullmatch(rf"{re.escape(split)}-(\d{{6}})\.parquet", file_name)
-    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -109,22 +130,25 @@ class Blocks(Protocol):
 class BlockFolder:
     """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
 
-    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
+    def __init__(self, root: Path, target: Target, shard: Shard = WHOLE) -> None:
         self.root = root
-        self.split = split
+        self.target = target
         self._shard = shard
-        self._data = root / "data"
+        self._folder = root / target.folder
 
     def closed(self) -> set[int]:
         """Return the numbers of the blocks that are there."""
-        if not self._data.is_dir():
+        if not self._folder.is_dir():
             return set()
-        numbers = (block_number(self.split, file.name) for file in self._data.iterdir())
+        numbers = (self._number(file.name) for file in self._folder.iterdir())
         return {number for number in numbers if number is not None}
+
+    def _number(self, file_name: str) -> int | None:
+        return self.target.block_number(f"{self.target.folder}/{file_name}")
 
     def path(self, number: int) -> Path:
         """Where block `number` is, or will be."""
-        return self.root / block_name(self.split, number)
+        return self.root / self.target.block_name(number)
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
@@ -164,9 +188,10 @@ class BlockFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
+        split = self.target.split
         try:
-            self._data.mkdir(parents=True, exist_ok=True)
-            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / f".{split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
         except OSError as error:
             raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
         with lock:
@@ -174,10 +199,10 @@ class BlockFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
-                    f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
+                    f"another run is writing split {split!r} of {self.root}; wait for it, or choose another output"
                 ) from None
-            for leftover in self._data.glob(f".{self.split}-*.tmp"):
-                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+            for leftover in self._folder.glob(f".{split}-*.tmp"):
+                number = self._number(leftover.name[1:].removesuffix(".tmp"))
                 if number is not None and self._shard.holds(number):
                     leftover.unlink(missing_ok=True)
             yield
@@ -188,9 +213,10 @@ class BlockFolder:
 
         path = self.path(number)
         half = path.with_name(f".{path.name}.tmp")
-        # Content-defined chunking lets the Hub store unchanged pictures once; 100 rows a group is what `datasets` takes
-        # for images.
-        pq.write_table(table, half, row_group_size=100, use_content_defined_chunking=True, write_page_index=True)
+        # Content-defined chunking lets the Hub store unchanged pictures once.
+        with pq.ParquetWriter(half, table.schema, use_content_defined_chunking=True, write_page_index=True) as writer:
+            if table.num_rows:  # `datasets` 5.2 can't read a row group without rows
+                writer.write_table(table, row_group_size=100)  # what `datasets` takes for images
         with half.open("rb") as written:
             os.fsync(written.fileno())
         half.replace(path)

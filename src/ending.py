@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from .blocks import count_statuses
 from .columns import new_columns
 from .errors import JobError, UsageError
+from .flow import write_without_pages
 from .hosted import find_runner
 from .interrupt import Interrupted, Interrupts
-from .job import Run, input_name, is_private, run_info, start_counting
+from .job import Run, input_name, make_job, run_info, start_counting
 from .options import CommonOptions
 from .preflight import preflight
-from .publish import publish, publish_card, write_card
+from .publish import publish_card, write_card
 from .report import Outcome, duration, say, say_to_programs
 from .result import SOUND
 
@@ -70,7 +71,9 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         run.at.blocks.get_ready(to_write=bool(todo))
         if not todo and not run.way.finishes:
             say("nothing is left to ask: all blocks are there (--overwrite starts anew)")
-        if todo:
+        if todo and not run.at.plan.num_rows:
+            write_without_pages(make_job(run, todo))
+        elif todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
     missing = run.missing() if run.way.finishes else []
@@ -84,12 +87,12 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
 def take_stock(run: Run) -> None:
     """Count what the closed blocks hold and write the card, whatever the end was.
 
-    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
-    its own pages are counted.
+    Of an output on the Hub, or of a run that is one shard of several, that is done once all blocks are there; until
+    then its own pages are counted.
     """
     at = run.at
     closed = at.blocks.closed()
-    shared = run.way.streams and run.output.repo_id is not None
+    shared = run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
     if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
@@ -113,10 +116,6 @@ def take_stock(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
-    if run.output.repo_id and not run.way.streams:
-        private = is_private(run, run.at.source)
-        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
-        say(f"published: {where}")
     for title, text in first_texts(run, run.options.show):
         say(f"\n── {title} ──\n{text}")
     column = run.options.output_column
@@ -178,7 +177,7 @@ def say_end(run: Run, code: int, message: str) -> None:
     outcome = Outcome(
         input=run.options.input,
         output=str(run.output),
-        split=run.opened.plan.split if run.opened else None,
+        split=run.opened.source.split if run.opened else None,
         model=run.options.model,
         engine=run.engine,
         exit_code=code,

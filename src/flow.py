@@ -112,7 +112,6 @@ class _Run(Generic[RequestT]):
         self._engine = engine
         self._tally = tally
         self._reader = reader
-        self._schema = job.schema()
         self._closed = job.blocks.closed()
         self._window = window
         self._open: dict[int, int] = {}  # block → bytes
@@ -179,27 +178,32 @@ class _Run(Generic[RequestT]):
             await self._close(block)
 
     async def _close(self, block: OpenBlock) -> None:
-        await asyncio.to_thread(self._write, block)
+        await asyncio.to_thread(write_block, self._job, block)
         self._tally.blocks += 1
         del self._open[block.number]
         self._closed_one.set()
 
-    def _write(self, block: OpenBlock) -> None:
-        job = self._job
-        results: Sequence[PageResult] = [result for result in block.results if result is not None]
-        table = block_table(
-            block.rows,
-            results,
-            self._schema,
-            job.output_column,
-            job.info,
-            addresses=block.addresses,
-            kept_info=block.kept_info,
-            extras=job.extras,
-        )
-        try:
-            job.blocks.write(block.number, table)
-        except OSError as error:
-            raise JobError(
-                f"writing {job.blocks.where(block.number)}: {error}; free some space and run again"
-            ) from error
+
+def write_block(job: Job, block: OpenBlock) -> None:
+    """Write a block of which all results are there."""
+    results: Sequence[PageResult] = [result for result in block.results if result is not None]
+    table = block_table(
+        block.rows,
+        results,
+        job.schema(),
+        job.output_column,
+        job.info,
+        addresses=block.addresses,
+        kept_info=block.kept_info,
+        extras=job.extras,
+    )
+    try:
+        job.blocks.write(block.number, table)
+    except OSError as error:
+        raise JobError(f"writing {job.blocks.where(block.number)}: {error}; free some space and run again") from error
+
+
+def write_without_pages(job: Job) -> None:
+    """Write the one block of a split without rows: that needs no engine."""
+    rows = job.source.read(range(0))
+    write_block(job, OpenBlock(0, (), rows, results=[], kept_info=[], missing=0))

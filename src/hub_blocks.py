@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .blocks import WHOLE, BlockFolder, Shard, block_name, block_number, count_values, settings_in
+from .blocks import WHOLE, BlockFolder, Shard, Target, count_values, settings_in
 from .errors import JobError, PublishError, network_errors
 from .interrupt import Interrupted
 from .patience import Patience
@@ -48,7 +48,7 @@ class HubBlocks:
     def __init__(
         self,
         repo_id: str,
-        split: str,
+        target: Target,
         staging: Path,
         *,
         private: bool,
@@ -57,9 +57,9 @@ class HubBlocks:
         commit_every_s: float = 600.0,
     ) -> None:
         self.repo_id = repo_id
-        self.split = split
+        self.target = target
         self._first_card = first_card
-        self._local = BlockFolder(staging, split, shard)
+        self._local = BlockFolder(staging, target, shard)
         self._private = private
         self._shard = shard
         self._commit_every_s = commit_every_s
@@ -97,8 +97,8 @@ class HubBlocks:
 
         found: dict[int, int] = {}
         try:
-            for entry in HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"):
-                number = block_number(self.split, entry.path.removeprefix("data/"))
+            for entry in HfApi().list_repo_tree(self.repo_id, self.target.folder, repo_type="dataset"):
+                number = self.target.block_number(entry.path)
                 if number is not None:
                     found[number] = int(getattr(entry, "size", 0))
         except (RepositoryNotFoundError, EntryNotFoundError):
@@ -113,7 +113,7 @@ class HubBlocks:
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
-        return f"{self.repo_id}: {block_name(self.split, number)}"
+        return f"{self.repo_id}: {self.target.block_name(number)}"
 
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
@@ -140,7 +140,7 @@ class HubBlocks:
             with self._opened(number) as file:
                 return look(file)
 
-        return self._looked(look_there, f"reading {block_name(self.split, number)}")
+        return self._looked(look_there, f"reading {self.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -148,7 +148,7 @@ class HubBlocks:
         # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
         # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{block_name(self.split, number)}",
+            f"datasets/{self.repo_id}/{self.target.block_name(number)}",
             "rb",
             size=self._on_hub()[number],
             block_size=REMOTE_BLOCK_BYTES,
@@ -168,13 +168,13 @@ class HubBlocks:
             self._local.path(number).unlink()
 
         def remove_there() -> None:
-            names = [block_name(self.split, number) for number in sorted(self._listed())]
+            names = [self.target.block_name(number) for number in sorted(self._listed())]
             if names:
                 HfApi().create_commit(
                     self.repo_id,
                     [CommitOperationDelete(name) for name in names],
                     repo_type="dataset",
-                    commit_message=f"Start split {self.split} anew",
+                    commit_message=f"Start split {self.target} anew",
                 )
 
         self._looked(remove_there, "removing the blocks that are there")
@@ -297,7 +297,7 @@ class HubBlocks:
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
+        addition = CommitOperationAdd(self.target.block_name(number), self._local.path(number))
         self._patience.call(
             lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
             f"uploading to {self.repo_id}",
@@ -333,7 +333,7 @@ class HubBlocks:
             self.repo_id,
             operations,
             repo_type="dataset",
-            commit_message=f"{len(self._uploaded)} blocks of split {self.split}",
+            commit_message=f"{len(self._uploaded)} blocks of split {self.target}",
             parent_commit=parent,
         )
         self._card_names_us = True

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .blocks import (
-    WHOLE,
-    BlockFolder,
-    BlockPlan,
-    Blocks,
-    Shard,
-    statuses_of,
-)
+from .blocks import BlockFolder, BlockPlan, Blocks, statuses_of
 from .errors import UsageError
 from .flow import Job
 from .hosted import Runner
@@ -38,22 +31,7 @@ from .question import Question
 from .report import Tally, say
 from .result import SOUND
 from .source import Source
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a run goes about its blocks: which are its own, and what becomes of them.
-
-    `streams`: rows of a Hub input are streamed, blocks of a Hub output go there as they close, and are committed every
-    `commit_every_s` seconds. `finishes`: no page is asked about; all blocks have to be there.
-    """
-
-    shard: Shard = WHOLE
-    streams: bool = False
-    commit_every_s: float = 600.0
-    results_only: bool = False
-    retry_failed: bool = False
-    finishes: bool = False
+from .way import Way, way_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +45,10 @@ class Opened:
 
 @dataclass
 class Run:
-    """One run of a script: what is known of it so far, for its last words."""
+    """One run of a script: what is known of it so far, for its last words.
+
+    `streams`: rows of a Hub input that is not parquet are streamed, where they can be.
+    """
 
     script: str
     options: CommonOptions
@@ -76,6 +57,7 @@ class Run:
     question: Question
     output: Output
     way: Way = field(default_factory=Way)
+    streams: bool = False
     engine: str | None = None
     context_tokens: int | None = None  # what the engine says its --max-model-len is
     opened: Opened | None = None
@@ -113,12 +95,13 @@ class Run:
         return shlex.join(["uv", "run", self.script, *self.argv])
 
 
-def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
+def begin(script: str, options: CommonOptions, argv: Sequence[str], *, streams: bool = False) -> Run:
     """Check the options against each other and the model; nothing is opened yet."""
     if options.private and options.public:
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    way = way_of(options, os.environ)
     _refuse_secrets(options)
     text_rules(options)
     match = find_profile(options.model)
@@ -136,7 +119,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     )
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
-    return Run(script, options, argv, profile, question, output)
+    return Run(script, options, argv, profile, question, output, way, streams)
 
 
 def _refuse_secrets(options: CommonOptions) -> None:
@@ -151,22 +134,22 @@ def _refuse_secrets(options: CommonOptions) -> None:
 
 def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     """Return the blocks of the output, wherever they lie."""
-    if run.output.repo_id and run.way.streams:
+    if run.output.repo_id:
         return HubBlocks(
             run.output.repo_id,
-            source.split,
+            plan.target,
             run.output.folder,
             private=is_private(run, source),
             first_card=lambda earlier: _first_card(run, source, plan, earlier),
             shard=run.way.shard,
             commit_every_s=run.way.commit_every_s,
         )
-    return BlockFolder(run.output.folder, source.split, run.way.shard)
+    return BlockFolder(run.output.folder, plan.target, run.way.shard)
 
 
 def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
     """Return the card of an output whose blocks come in: as it was, if it names the split already."""
-    if names_split(earlier, plan.split):
+    if names_split(earlier, plan.target):
         return earlier
     return card_text(
         earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
@@ -189,7 +172,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {
         "input": source.fingerprint,
         "config": options.config,
-        "split": plan.split,
+        "split": source.split,
         "image_column": source.image_column,
         "rows": plan.num_rows,
         "shuffle_seed": options.seed if options.shuffle else None,

@@ -99,9 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(parser, OfflineOptions, words)
     try:
         run = begin(SCRIPT, options, words)
-        check_engine_is_possible(run)
         trust = required(run.profile, run.question, options)
-        check_version(trust, version("vllm"), version("transformers"))
+        if not options.finish:
+            check_engine_is_possible(run)
+            check_version(trust, version("vllm"), version("transformers"))
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:

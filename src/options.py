@@ -82,6 +82,16 @@ class CommonOptions:
         "column for the text; _status, _error and _tokens columns are named after it",
         metavar="NAME",
     )
+    output_config: str | None = option(
+        None,
+        "output",
+        "configuration of the output, in a folder of that name (default: default, in data/)",
+        metavar="NAME",
+    )
+    output_split: str | None = option(None, "output", "split of the output (default: the input's name)", metavar="NAME")
+    results_only: bool = option(
+        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
+    )
     block_rows: int = option(
         256,
         "output",
@@ -102,6 +112,15 @@ class CommonOptions:
     )
     overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
     resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
+    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
+    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and publish them")
+    commit_minutes: float | None = option(
+        None,
+        "output",
+        "minutes between two commits to a Hub output (default: 10; with shards 5 for each of them, if that is more)",
+        metavar="M",
+        minimum=0.0,
+    )
     private: bool = option(
         False, "output", "make a new Hub dataset private (default: as the input; private for local input)"
     )
@@ -170,6 +189,12 @@ class CommonOptions:
         metavar="SHARE",
         minimum=0.0,
         maximum=1.0,
+    )
+    num_shards: int | None = option(
+        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
+    )
+    shard_index: int | None = option(
+        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
     )
     show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
     verbose: bool = option(False, "run", "say why requests are made again, and more")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from .blocks import SETTINGS_KEY, BlockPlan, block_number, check_settings_are_ours
+from .blocks import BlockPlan, check_settings_are_ours
 from .columns import check_columns
 from .errors import UsageError, network_errors
 from .job import Opened, Run, blocks_of, run_settings
@@ -29,9 +26,9 @@ def preflight(run: Run) -> None:
         max_samples=options.max_samples,
         shuffle=options.shuffle,
         seed=options.seed,
-        streaming=run.way.streams,
+        streaming=run.streams,
     )
-    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    plan = BlockPlan(run.way.target(source.split), len(source.order), options.block_rows)
     check_columns(
         source.rows.schema,
         options.output_column,
@@ -50,14 +47,12 @@ def preflight(run: Run) -> None:
                 f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
                 "remove it, choose another output, or --overwrite"
             )
-        if not run.way.streams:
-            check_published(run.output, plan.split, settings)
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
         )
-    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+    say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
 
 
 def check_token(output: Output) -> None:
@@ -75,24 +70,3 @@ def check_token(output: Output) -> None:
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)

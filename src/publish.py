@@ -1,4 +1,4 @@
-"""The output: where it goes, its card, and the one commit that publishes it."""
+"""The output: where it goes, and its card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .blocks import BlockFolder, BlockPlan
+from .blocks import DEFAULT_CONFIG, BlockFolder, BlockPlan, Target
 from .errors import PublishError, UsageError, network_errors
 from .patience import Patience
 from .result import STATUSES
@@ -82,35 +82,36 @@ def card_text(
     if earlier.startswith("---"):
         card = DatasetCard(earlier, ignore_metadata_errors=True)
         data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
-    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    data["configs"] = _with_split(data.get("configs") or [], plan.target)
     if written and statuses is not None:
-        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
+        ours = next(config for config in data["configs"] if config["config_name"] == plan.target.config)
+        ours["description"] = f"{sum(statuses.values())} rows of {plan.target.split}, the last written {written}"
     data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
     data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
     body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
     return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
 
 
-def names_split(card: str, split: str) -> bool:
+def names_split(card: str, target: Target) -> bool:
     """Whether the YAML of a card says already where the files of a split lie."""
     from huggingface_hub import DatasetCard
 
     if not card.startswith("---"):
         return False
     data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
-    configs = [config for config in data.get("configs") or [] if config.get("config_name") == "default"]
+    configs = [config for config in data.get("configs") or [] if config.get("config_name") == target.config]
     files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
-    return any(file.get("split") == split for file in files)
+    return any(file.get("split") == target.split for file in files)
 
 
-def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in `default`."""
-    others = [dict(config) for config in configs if config.get("config_name") != "default"]
-    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
-    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
-    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
-    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
-    return [default, *others]
+def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in its own; `default` stands first."""
+    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
+    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
+    others = [file for file in files if file.get("split") != target.split]
+    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
+    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
 
 
 def _with_section(text: str, section: str) -> str:
@@ -127,7 +128,7 @@ def _section(
     rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
     return (
         f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
-        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page.\n\n"
         f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
     )
 
@@ -150,7 +151,7 @@ def write_card(output: Output, **contents: Any) -> None:
     """Write the card beside the blocks; an existing card's own text is kept."""
     path = output.folder / "README.md"
     earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    folder = BlockFolder(output.folder, contents["plan"].split)
+    folder = BlockFolder(output.folder, contents["plan"].target)
     newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
     written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
@@ -193,27 +194,3 @@ def publish_card(output: Output, **contents: Any) -> None:
             f"the blocks are in {repo_id}, but its card could not be written: {error}. "
             "The same command with --finish writes it"
         ) from error
-
-
-def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
-    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
-    assert output.repo_id is not None
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=output.repo_id,
-            repo_type="dataset",
-            folder_path=output.folder,
-            allow_patterns=["README.md", f"data/{split}-*.parquet"],
-            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
-            commit_message=f"Text of split {split}",
-        )
-    except network_errors() as error:
-        raise PublishError(
-            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
-            "the same command publishes them without asking about a page again"
-        ) from error
-    return f"{api.endpoint}/datasets/{output.repo_id}"

@@ -36,17 +36,16 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .blocks import Shard
 from .driver import DriverOptions, drive, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError, UsageError
 from .flow import count_cores
 from .interrupt import Interrupts
-from .job import Run, Way, begin, make_job
+from .job import Run, begin, make_job
 from .options import make_parser, option, parse_options
 from .report import say
 from .serve import Wanted, check_possible, running_server
@@ -64,23 +63,8 @@ class SaturateOptions(DriverOptions):
 
     model: str = option("lightonai/LightOnOCR-3-0.8B", "model", "model id or local checkpoint", metavar="ID")
 
-    results_only: bool = option(
-        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
-    )
-    commit_minutes: float = option(
-        10.0, "output", "minutes between two commits to a Hub output", metavar="M", minimum=0.0
-    )
-    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
-    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and write the card")
-
     min_in_flight: int = option(1, "run", "fewest pages in flight", metavar="N", minimum=1, maximum=1000)
     max_in_flight: int = option(512, "run", "most pages in flight", metavar="N", minimum=1, maximum=1000)
-    num_shards: int | None = option(
-        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
-    )
-    shard_index: int | None = option(
-        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
-    )
     telemetry: str | None = option(
         None, "run", "file for each decision about the window, as JSON lines", metavar="FILE"
     )
@@ -95,9 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parse_options(parser, SaturateOptions, words)
     try:
-        way = way_of(options, os.environ)
-        run = begin(SCRIPT, options, words)
-        run.way = way
+        check_bounds(options)
+        run = begin(SCRIPT, options, words, streams=True)
         wanted = wanted_server(run, options)
         if not options.finish:
             check_possible(wanted)
@@ -108,58 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carry_out(run, functools.partial(saturate_server, options, wanted))
 
 
-def way_of(options: SaturateOptions, environment: Mapping[str, str]) -> Way:
-    """Say how the run goes about its blocks. Raises `UsageError` where options exclude each other."""
+def check_bounds(options: SaturateOptions) -> None:
+    """Raise `UsageError` where the window would have no size."""
     if options.min_in_flight > options.max_in_flight:
         raise UsageError(
             f"--min-in-flight {options.min_in_flight} is more than --max-in-flight {options.max_in_flight}"
         )
-    chosen = [flag for flag in ("overwrite", "retry_failed", "finish") if getattr(options, flag)]
-    if len(chosen) > 1:
-        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in chosen)
-        raise UsageError(f"{flags} exclude each other; give one of them")
-    shard = shard_of(options.num_shards, options.shard_index, environment)
-    if options.overwrite and shard.count > 1:
-        raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
-    return Way(
-        shard=shard,
-        streams=True,
-        commit_every_s=60 * options.commit_minutes,
-        results_only=options.results_only,
-        retry_failed=options.retry_failed,
-        finishes=options.finish,
-    )
-
-
-def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
-    """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
-    if index is None and "SLURM_ARRAY_TASK_ID" in environment:
-        count, index = _slurm_shard(count, environment)
-        say(f"shard {index} of {count}, as the Slurm array says")
-    if (count is None) != (index is None):
-        raise UsageError("--num-shards and --shard-index go together; give both")
-    shard = Shard(index or 0, count or 1)
-    if shard.index >= shard.count:
-        raise UsageError(f"--shard-index {shard.index} is not below --num-shards {shard.count}; shards count from 0")
-    return shard
-
-
-def _slurm_shard(count: int | None, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return (shards, index) of a Slurm array's task.
-
-    Where --num-shards is given the task's number is the index: so a few tasks of an array can be run again.
-    """
-    try:
-        task = int(environment["SLURM_ARRAY_TASK_ID"])
-        if count is not None:
-            return count, task
-        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
-        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
-        return int(environment["SLURM_ARRAY_TASK_COUNT"]), (task - first) // step
-    except (KeyError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(
-            f"the variables of the Slurm array make no shard ({error!r}); give --num-shards and --shard-index"
-        ) from error
 
 
 def saturate_server(

@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         wanted = wanted_server(run, options)
-        check_possible(wanted)
+        if not options.finish:
+            check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:

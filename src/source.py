@@ -62,6 +62,8 @@ class Source:
 
     def read(self, positions: range) -> pa.Table:
         """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        if not positions:
+            return self.rows.schema.empty_table()
         table = self.rows.read(self.order[positions.start : positions.stop])
         return embed_pictures(table, self.image_column, self.roots) if self.roots else table
 
@@ -106,8 +108,6 @@ def open_source(
             "check the path, --config and --split"
         ) from error
     rows, split_name, paths_are_ours = found
-    if not rows.num_rows:
-        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
     roots: tuple[Path, ...] = ()
     if is_local:
         roots = (path if path.is_dir() else path.parent,)

@@ -241,11 +241,11 @@ def output_table(out: Path, split: str = "train") -> pa.Table:
     return pa.concat_tables([pq.read_table(file) for file in block_files(out, split)]).combine_chunks()
 
 
-def load(out: Path, split: str = "train") -> datasets.Dataset:
+def load(out: Path, split: str = "train", name: str | None = None) -> datasets.Dataset:
     """The output as people load it."""
     import datasets
 
-    return datasets.load_dataset(str(out), split=split)
+    return datasets.load_dataset(str(out), name, split=split)
 
 
 def statuses(out: Path, split: str = "train") -> dict[int, str]:

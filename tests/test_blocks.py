@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from src.blocks import (
     BlockFolder,
     BlockPlan,
-    block_name,
-    block_number,
+    Target,
     check_settings_are_ours,
     differences,
 )
@@ -58,7 +57,7 @@ def rows_of(count: int) -> pa.Table:
 
 
 def written(tmp_path: Path, rows: pa.Table, results: list[PageResult], info: dict[str, Any] | None = None) -> Path:
-    folder = BlockFolder(tmp_path, "train")
+    folder = BlockFolder(tmp_path, Target("train"))
     schema = output_schema(rows.schema, "markdown", SETTINGS)
     with folder.locked():
         folder.write(0, block_table(rows, results, schema, "markdown", info or {"model": "m"}))
@@ -67,18 +66,38 @@ def written(tmp_path: Path, rows: pa.Table, results: list[PageResult], info: dic
 
 @given(num_rows=st.integers(0, 5000), block_rows=st.integers(1, 700))
 def test_blocks_partition_any_split_exactly(num_rows: int, block_rows: int) -> None:
-    plan = BlockPlan("train", num_rows, block_rows)
+    plan = BlockPlan(Target("train"), num_rows, block_rows)
     positions = [position for number in range(len(plan)) for position in plan.positions(number)]
     assert positions == list(range(num_rows))
-    assert all(0 < len(plan.positions(number)) <= block_rows for number in range(len(plan)))
-    names = [block_name("train", number) for number in range(len(plan))]
+    if num_rows:
+        assert all(0 < len(plan.positions(number)) <= block_rows for number in range(len(plan)))
+    else:
+        assert len(plan) == 1, "a split without rows is one block without rows"
+    names = [plan.target.block_name(number) for number in range(len(plan))]
     assert names == sorted(set(names))
-    assert [block_number("train", Path(name).name) for name in names] == list(range(len(plan)))
+    assert [plan.target.block_number(name) for name in names] == list(range(len(plan)))
 
 
-@pytest.mark.parametrize("name", ["train-1.parquet", "train_x-000001.parquet", "train-000001.parquet.tmp", "README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data/train-1.parquet",
+        "data/train_x-000001.parquet",
+        "data/train-000001.parquet.tmp",
+        "data/README.md",
+        "other/train-000001.parquet",
+        "train-000001.parquet",
+    ],
+)
 def test_what_is_no_block_of_this_split_is_none(name: str) -> None:
-    assert block_number("train", name) is None
+    assert Target("train").block_number(name) is None
+
+
+def test_a_configuration_has_a_folder_of_its_own() -> None:
+    letters = Target("train", "letters")
+    assert letters.block_name(1) == "letters/train-000001.parquet"
+    assert letters.block_number("letters/train-000001.parquet") == 1
+    assert letters.block_number("data/train-000001.parquet") is None
 
 
 def test_a_block_holds_the_input_columns_as_they_were_and_features_are_kept(tmp_path: Path) -> None:
@@ -144,7 +163,7 @@ def test_what_a_block_keeps_of_a_page_is_what_was_read(results: list[PageResult]
     rows = rows_of(len(results))
     schema = output_schema(rows.schema, "markdown", SETTINGS, extras=extras)
     with tempfile.TemporaryDirectory() as folder:
-        blocks = BlockFolder(Path(folder), "train")
+        blocks = BlockFolder(Path(folder), Target("train"))
         with blocks.locked():
             blocks.write(0, block_table(rows, results, schema, "markdown", {}, extras=extras))
         kept = kept_rows(blocks, 0, "markdown", extras)
@@ -209,7 +228,7 @@ def test_differences_name_each_setting_with_both_values() -> None:
 
 def test_blocks_of_other_settings_are_refused_and_of_the_same_accepted(tmp_path: Path) -> None:
     written(tmp_path, rows_of(1), [PageResult("x", "ok")])
-    (stored,) = BlockFolder(tmp_path, "train").stored_settings()
+    (stored,) = BlockFolder(tmp_path, Target("train")).stored_settings()
     check_settings_are_ours("here", stored, SETTINGS)
     with pytest.raises(UsageError, match=r"seed: was 0, now 1\n.*--overwrite"):
         check_settings_are_ours("here", stored, {**SETTINGS, "seed": 1})
@@ -218,7 +237,7 @@ def test_blocks_of_other_settings_are_refused_and_of_the_same_accepted(tmp_path:
 
 
 def test_only_whole_blocks_count_and_leftovers_are_swept(tmp_path: Path) -> None:
-    folder = BlockFolder(tmp_path, "train")
+    folder = BlockFolder(tmp_path, Target("train"))
     (tmp_path / "data").mkdir()
     half = tmp_path / "data" / ".train-000001.parquet.tmp"
     half.write_bytes(b"half")
@@ -232,12 +251,12 @@ def test_only_whole_blocks_count_and_leftovers_are_swept(tmp_path: Path) -> None
 
 def test_a_second_run_into_the_same_split_is_refused(tmp_path: Path) -> None:
     with (
-        BlockFolder(tmp_path, "train").locked(),
+        BlockFolder(tmp_path, Target("train")).locked(),
         pytest.raises(UsageError, match="another run is writing split 'train'"),
-        BlockFolder(tmp_path, "train").locked(),
+        BlockFolder(tmp_path, Target("train")).locked(),
     ):
         pass
-    with BlockFolder(tmp_path, "train").locked(), BlockFolder(tmp_path, "test").locked():
+    with BlockFolder(tmp_path, Target("train")).locked(), BlockFolder(tmp_path, Target("test")).locked():
         pass
 
 
@@ -246,6 +265,6 @@ def test_overwriting_removes_the_blocks_of_this_split_alone(tmp_path: Path) -> N
     others = [path.with_name("test-000000.parquet"), path.with_name("notes.txt")]
     for other in others:
         other.write_bytes(b"keep")
-    BlockFolder(tmp_path, "train").remove_all()
+    BlockFolder(tmp_path, Target("train")).remove_all()
     assert not path.exists()
     assert all(other.exists() for other in others)

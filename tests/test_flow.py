@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.blocks import BlockFolder, BlockPlan
+from src.blocks import BlockFolder, BlockPlan, Target
 from src.errors import EngineError, JobError, SourceError
 from src.flow import Job, run_job
 from src.pages import Page, PageLimits, Refusal
@@ -88,8 +88,8 @@ def job_of(rows: TableRows, output: Path, *, block_rows: int, order: Sequence[in
     chosen = range(rows.num_rows) if order is None else order
     return Job(
         source=Source("here", "train", "image", rows, chosen, "fp", is_private=True),
-        plan=BlockPlan("train", len(chosen), block_rows),
-        blocks=BlockFolder(output, "train"),
+        plan=BlockPlan(Target("train"), len(chosen), block_rows),
+        blocks=BlockFolder(output, Target("train")),
         todo=(),
         reading=Reading(PageLimits(1540), QUESTION),
         output_column="markdown",

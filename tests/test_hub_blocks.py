@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pyarrow as pa
 import pytest
 
-from src.blocks import Shard
+from src.blocks import Shard, Target
 from src.errors import EngineError, PublishError
 from src.hub_blocks import HubBlocks
 from src.interrupt import Interrupted
@@ -77,7 +77,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 def hub_blocks(tmp_path: Path, *, every_s: float = 1e6, shard: Shard | None = None) -> HubBlocks:
     return HubBlocks(
         "me/text",
-        "train",
+        Target("train"),
         tmp_path,
         private=True,
         first_card=lambda earlier: earlier or "card",

@@ -13,14 +13,14 @@ import pytest
 import yaml
 from huggingface_hub import DatasetCard
 
-from src.blocks import BlockPlan
+from src.blocks import BlockPlan, Target
 from src.errors import UsageError
 from src.publish import CARD_BEGIN, Output, card_text, check_output_is_apart, choose_output
 from tests.hub_server import HubServer, hub_env
 from tests.runs import SCRIPT, Ended, without_canary, write_pages
 from tests.stub_vllm import StubVllm
 
-PLAN = BlockPlan("train", 10, 4)
+PLAN = BlockPlan(Target("train"), 10, 4)
 
 
 def card(earlier: str = "", plan: BlockPlan = PLAN, **statuses: int) -> str:
@@ -105,7 +105,7 @@ def test_writing_the_card_again_changes_nothing_and_keeps_what_people_wrote() ->
 
 def test_a_second_split_joins_the_first_and_other_configurations_stay() -> None:
     earlier = card().replace("configs:", "configs:\n- config_name: raw\n  data_files: raw/*.json")
-    data = yaml.safe_load(card(earlier, BlockPlan("test", 1, 1), ok=1).split("---")[1])
+    data = yaml.safe_load(card(earlier, BlockPlan(Target("test"), 1, 1), ok=1).split("---")[1])
     assert [config["config_name"] for config in data["configs"]] == ["default", "raw"]
     assert [file["split"] for file in data["configs"][0]["data_files"]] == ["train", "test"]
 
@@ -190,7 +190,7 @@ def test_a_failed_publish_keeps_the_blocks_and_the_same_command_publishes_them(t
         hub.fail("POST", "/commit/", 403, times=1)
         failed = run_on(hub, tmp_path / "home", *words)
         assert failed.code == 1
-        assert "All blocks are kept in" in failed.advice
+        assert "What is not there yet is kept in" in failed.advice
         assert failed.line["rows_done"] == 6
         ended = run_on(hub, tmp_path / "home", *words)
         assert ended.code == 0, ended.stderr

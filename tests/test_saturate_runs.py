@@ -15,8 +15,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from src.errors import UsageError
-from src.saturate import shard_of
 from tests.hub_server import HubServer, hub_env
 from tests.runs import (
     NEW_COLUMNS,
@@ -160,52 +158,6 @@ def test_the_last_step_is_refused_while_blocks_are_missing_and_writes_the_card_a
     assert (ended.line["rows"], ended.line["rows_before"], ended.line["rows_done"]) == (12, 12, 0)
     assert "12 rows: 12 ok" in (out / "README.md").read_text()
     assert stub.stats()["requests"] == asked == 12
-
-
-def slurm(task: int, count: int, first: int = 0, step: int = 1) -> dict[str, str]:
-    """The variables that Slurm sets for a task of an array."""
-    values = {"ID": task, "COUNT": count, "MIN": first, "STEP": step}
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
-
-
-@pytest.mark.parametrize(
-    ("options", "environment", "shard"),
-    [
-        ((None, None), {}, (0, 1)),
-        ((8, 3), slurm(5, 6), (3, 8)),
-        ((None, None), slurm(5, 6), (5, 6)),
-        (
-            (None, None),
-            {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "2"},
-            (3, 4),
-        ),
-        (
-            (None, None),
-            {
-                "SLURM_ARRAY_TASK_ID": "20",
-                "SLURM_ARRAY_TASK_COUNT": "3",
-                "SLURM_ARRAY_TASK_MIN": "10",
-                "SLURM_ARRAY_TASK_STEP": "5",
-            },
-            (2, 3),
-        ),
-        ((8, None), {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "1", "SLURM_ARRAY_TASK_MIN": "5"}, (5, 8)),
-    ],
-)
-def test_a_shard_is_what_the_options_or_a_slurm_array_say(
-    options: tuple[int | None, int | None], environment: dict[str, str], shard: tuple[int, int]
-) -> None:
-    found = shard_of(*options, environment)
-    assert (found.index, found.count) == shard
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{"SLURM_ARRAY_TASK_ID": "5"}, {"SLURM_ARRAY_TASK_ID": "x", "SLURM_ARRAY_TASK_COUNT": "6"}],
-)
-def test_a_slurm_array_that_makes_no_shard_is_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="give --num-shards and --shard-index"):
-        shard_of(None, None, environment)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from src.blocks import BlockFolder
+from src.blocks import BlockFolder, Target
 from src.interrupt import ECHO_S, Interrupts
 from src.models import find_profile
 from src.question import page_seed
@@ -725,7 +725,6 @@ INPUTS = {
     "broken parquet": (["{tmp}/broken.parquet"], ["can't be read as a dataset", "broken.parquet"]),
     "folder of texts": (["{tmp}/texts"], ["--image-column"]),
     "empty folder": (["{tmp}/empty"], ["can't be read as a dataset"]),
-    "no rows": (["{tmp}/none.parquet"], ["has no rows"]),
     "split": (["{tmp}/in", "--split", "test"], ["no split 'test'", "takes one of: train"]),
     "config": (["{tmp}/in", "--config", "letters"], ["letters", "default"]),
     "column": (["{tmp}/in", "--image-column", "page"], ["no column 'page'", "id, image, kind"]),
@@ -742,7 +741,6 @@ def test_an_input_that_does_not_fit_is_refused_with_what_there_is(
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("no page")
     (tmp_path / "empty").mkdir()
-    pq.write_table(pq.read_table(pages).slice(0, 0), tmp_path / "none.parquet")
     (name, *words), told = INPUTS[what]
     ended = run_here(name.format(tmp=tmp_path), tmp_path / "out", "--server", stub.url, *words)
     assert ended.code == 2, ended
@@ -849,7 +847,7 @@ def test_a_second_run_into_the_same_output_is_refused_while_the_first_one_writes
     tmp_path: Path, pages: Path, stub: StubVllm
 ) -> None:
     out = tmp_path / "out"
-    with BlockFolder(out, "train").locked():
+    with BlockFolder(out, Target("train")).locked():
         ended = run_here(pages, out, "--server", stub.url, "--overwrite")
     assert ended.code == 2
     assert "another run is writing split 'train'" in ended.line["message"]

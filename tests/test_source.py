@@ -254,9 +254,15 @@ def test_inputs_that_are_no_datasets_are_refused_with_their_name(tmp_path: Path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"empty"):
         opened(tmp_path / "empty")
+
+
+def test_a_split_without_rows_is_read_as_one(tmp_path: Path) -> None:
     write_rows(tmp_path / "none.parquet", 0, 0, 5)
-    with pytest.raises(UsageError, match="no rows"):
-        opened(tmp_path / "none.parquet")
+    options: dict[str, Any]
+    for options in ({}, {"max_samples": 5, "shuffle": True}):
+        source = opened(tmp_path / "none.parquet", **options)
+        assert len(source.order) == 0
+        assert source.read(range(0)).schema.names == pq.read_schema(tmp_path / "none.parquet").names
 
 
 class Flaky:
