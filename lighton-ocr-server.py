@@ -84,11 +84,13 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
 #       stopped.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
-#   publish: The output: where it goes, its card, and the one commit that publishes it.
+#   publish: The output: where it goes, and its card.
 #   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
+#   way: How a run goes about its blocks: which are its own, what is asked again, and when the rest of the world sees
+#       them.
 #   job: A run: what the options ask for, and what then has to be done.
 #   canary: The canary: a page of known text that an engine must read before it is trusted with the first real one.
 #   budget: Whether the largest page and its text fit the context: a sum that costs nothing and saves a night of
@@ -2070,41 +2072,62 @@ def overrun(tally: Tally, left_s: float) -> str | None:
 # Blocks of rows: their names, how one is written, and what is there already.
 #
 # A split is cut into contiguous blocks of `block_rows` rows. A block is one parquet file, written once and whole, under
-# a name that is a function of split and number: the files that exist are the state from which a run resumes.
+# a name that is a function of its target and number: the files that exist are the state from which a run resumes.
 
 
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
 SETTINGS_READ = 64  # blocks whose settings are looked into when a run goes on
+DEFAULT_CONFIG = "default"
+DEFAULT_FOLDER = "data"
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
 COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """How a split of `num_rows` wanted rows is cut."""
+class Target:
+    """Which split of which configuration of an output its blocks are."""
 
     split: str
+    config: str = DEFAULT_CONFIG
+
+    def __str__(self) -> str:
+        return self.split if self.config == DEFAULT_CONFIG else f"{self.config}/{self.split}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of the configuration's blocks, relative to the output."""
+        return DEFAULT_FOLDER if self.config == DEFAULT_CONFIG else self.config
+
+    @property
+    def pattern(self) -> str:
+        """What the names of its blocks, and no others, match: as a card says it."""
+        return f"{self.folder}/{self.split}-*.parquet"
+
+    def block_name(self, number: int) -> str:
+        """Return the name of a block's file, relative to the output."""
+        return f"{self.folder}/{self.split}-{number:06d}.parquet"
+
+    def block_number(self, name: str) -> int | None:
+        """Return the number of the block in a file, named relative to the output; None if it is no block of ours."""
+        match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.split}')}-(\d{{6}})\.parquet", name)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a split of `num_rows` wanted rows is cut; one without rows is one block without rows."""
+
+    target: Target
     num_rows: int
     block_rows: int
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.block_rows)
+        return max(1, -(-self.num_rows // self.block_rows))
 
     def positions(self, number: int) -> range:
         """Which of the wanted rows block `number` holds."""
         return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
-
-
-def block_name(split: str, number: int) -> str:
-    """Return the name of a block's file, relative to the output."""
-    return f"data/{split}-{number:06d}.parquet"
-
-
-def block_number(split: str, file_name: str) -> int | None:
-    """Return the number of the block that `data/`'s `file_name` holds, or None if it is no block of this split."""
-    match = re.fullmatch(rf"{re.escape(split)}-(\d{{6}})\.parquet", file_name)
-    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -2159,22 +2182,25 @@ class Blocks(Protocol):
 class BlockFolder:
     """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
 
-    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
+    def __init__(self, root: Path, target: Target, shard: Shard = WHOLE) -> None:
         self.root = root
-        self.split = split
+        self.target = target
         self._shard = shard
-        self._data = root / "data"
+        self._folder = root / target.folder
 
     def closed(self) -> set[int]:
         """Return the numbers of the blocks that are there."""
-        if not self._data.is_dir():
+        if not self._folder.is_dir():
             return set()
-        numbers = (block_number(self.split, file.name) for file in self._data.iterdir())
+        numbers = (self._number(file.name) for file in self._folder.iterdir())
         return {number for number in numbers if number is not None}
+
+    def _number(self, file_name: str) -> int | None:
+        return self.target.block_number(f"{self.target.folder}/{file_name}")
 
     def path(self, number: int) -> Path:
         """Where block `number` is, or will be."""
-        return self.root / block_name(self.split, number)
+        return self.root / self.target.block_name(number)
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
@@ -2214,9 +2240,10 @@ class BlockFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
+        split = self.target.split
         try:
-            self._data.mkdir(parents=True, exist_ok=True)
-            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / f".{split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
         except OSError as error:
             raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
         with lock:
@@ -2224,10 +2251,10 @@ class BlockFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
-                    f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
+                    f"another run is writing split {split!r} of {self.root}; wait for it, or choose another output"
                 ) from None
-            for leftover in self._data.glob(f".{self.split}-*.tmp"):
-                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+            for leftover in self._folder.glob(f".{split}-*.tmp"):
+                number = self._number(leftover.name[1:].removesuffix(".tmp"))
                 if number is not None and self._shard.holds(number):
                     leftover.unlink(missing_ok=True)
             yield
@@ -2238,9 +2265,10 @@ class BlockFolder:
 
         path = self.path(number)
         half = path.with_name(f".{path.name}.tmp")
-        # Content-defined chunking lets the Hub store unchanged pictures once; 100 rows a group is what `datasets` takes
-        # for images.
-        pq.write_table(table, half, row_group_size=100, use_content_defined_chunking=True, write_page_index=True)
+        # Content-defined chunking lets the Hub store unchanged pictures once.
+        with pq.ParquetWriter(half, table.schema, use_content_defined_chunking=True, write_page_index=True) as writer:
+            if table.num_rows:  # `datasets` 5.2 can't read a row group without rows
+                writer.write_table(table, row_group_size=100)  # what `datasets` takes for images
         with half.open("rb") as written:
             os.fsync(written.fileno())
         half.replace(path)
@@ -4595,6 +4623,8 @@ class Source:
 
     def read(self, positions: range) -> pa.Table:
         """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        if not positions:
+            return self.rows.schema.empty_table()
         table = self.rows.read(self.order[positions.start : positions.stop])
         return embed_pictures(table, self.image_column, self.roots) if self.roots else table
 
@@ -4639,8 +4669,6 @@ def open_source(
             "check the path, --config and --split"
         ) from error
     rows, split_name, paths_are_ours = found
-    if not rows.num_rows:
-        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
     roots: tuple[Path, ...] = ()
     if is_local:
         roots = (path if path.is_dir() else path.parent,)
@@ -4901,7 +4929,6 @@ class _Run(Generic[RequestT]):
         self._engine = engine
         self._tally = tally
         self._reader = reader
-        self._schema = job.schema()
         self._closed = job.blocks.closed()
         self._window = window
         self._open: dict[int, int] = {}  # block → bytes
@@ -4968,30 +4995,35 @@ class _Run(Generic[RequestT]):
             await self._close(block)
 
     async def _close(self, block: OpenBlock) -> None:
-        await asyncio.to_thread(self._write, block)
+        await asyncio.to_thread(write_block, self._job, block)
         self._tally.blocks += 1
         del self._open[block.number]
         self._closed_one.set()
 
-    def _write(self, block: OpenBlock) -> None:
-        job = self._job
-        results: Sequence[PageResult] = [result for result in block.results if result is not None]
-        table = block_table(
-            block.rows,
-            results,
-            self._schema,
-            job.output_column,
-            job.info,
-            addresses=block.addresses,
-            kept_info=block.kept_info,
-            extras=job.extras,
-        )
-        try:
-            job.blocks.write(block.number, table)
-        except OSError as error:
-            raise JobError(
-                f"writing {job.blocks.where(block.number)}: {error}; free some space and run again"
-            ) from error
+
+def write_block(job: Job, block: OpenBlock) -> None:
+    """Write a block of which all results are there."""
+    results: Sequence[PageResult] = [result for result in block.results if result is not None]
+    table = block_table(
+        block.rows,
+        results,
+        job.schema(),
+        job.output_column,
+        job.info,
+        addresses=block.addresses,
+        kept_info=block.kept_info,
+        extras=job.extras,
+    )
+    try:
+        job.blocks.write(block.number, table)
+    except OSError as error:
+        raise JobError(f"writing {job.blocks.where(block.number)}: {error}; free some space and run again") from error
+
+
+def write_without_pages(job: Job) -> None:
+    """Write the one block of a split without rows: that needs no engine."""
+    rows = job.source.read(range(0))
+    write_block(job, OpenBlock(0, (), rows, results=[], kept_info=[], missing=0))
 
 
 # ---- flavors ---------------------------------------------------------------------------------------------------------
@@ -5799,7 +5831,7 @@ class Interrupts:
 
 
 # ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, its card, and the one commit that publishes it.
+# The output: where it goes, and its card.
 
 
 CARD_RETRY_S = 300.0
@@ -5869,35 +5901,36 @@ def card_text(
     if earlier.startswith("---"):
         card = DatasetCard(earlier, ignore_metadata_errors=True)
         data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
-    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    data["configs"] = _with_split(data.get("configs") or [], plan.target)
     if written and statuses is not None:
-        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
+        ours = next(config for config in data["configs"] if config["config_name"] == plan.target.config)
+        ours["description"] = f"{sum(statuses.values())} rows of {plan.target.split}, the last written {written}"
     data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
     data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
     body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
     return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
 
 
-def names_split(card: str, split: str) -> bool:
+def names_split(card: str, target: Target) -> bool:
     """Whether the YAML of a card says already where the files of a split lie."""
     from huggingface_hub import DatasetCard
 
     if not card.startswith("---"):
         return False
     data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
-    configs = [config for config in data.get("configs") or [] if config.get("config_name") == "default"]
+    configs = [config for config in data.get("configs") or [] if config.get("config_name") == target.config]
     files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
-    return any(file.get("split") == split for file in files)
+    return any(file.get("split") == target.split for file in files)
 
 
-def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in `default`."""
-    others = [dict(config) for config in configs if config.get("config_name") != "default"]
-    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
-    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
-    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
-    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
-    return [default, *others]
+def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in its own; `default` stands first."""
+    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
+    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
+    others = [file for file in files if file.get("split") != target.split]
+    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
+    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
 
 
 def _with_section(text: str, section: str) -> str:
@@ -5914,7 +5947,7 @@ def _section(
     rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
     return (
         f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
-        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page.\n\n"
         f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
     )
 
@@ -5937,7 +5970,7 @@ def write_card(output: Output, **contents: Any) -> None:
     """Write the card beside the blocks; an existing card's own text is kept."""
     path = output.folder / "README.md"
     earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    folder = BlockFolder(output.folder, contents["plan"].split)
+    folder = BlockFolder(output.folder, contents["plan"].target)
     newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
     written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
@@ -5982,30 +6015,6 @@ def publish_card(output: Output, **contents: Any) -> None:
         ) from error
 
 
-def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
-    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
-    assert output.repo_id is not None
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=output.repo_id,
-            repo_type="dataset",
-            folder_path=output.folder,
-            allow_patterns=["README.md", f"data/{split}-*.parquet"],
-            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
-            commit_message=f"Text of split {split}",
-        )
-    except network_errors() as error:
-        raise PublishError(
-            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
-            "the same command publishes them without asking about a page again"
-        ) from error
-    return f"{api.endpoint}/datasets/{output.repo_id}"
-
-
 # ---- hub_blocks ------------------------------------------------------------------------------------------------------
 # Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #
@@ -6036,7 +6045,7 @@ class HubBlocks:
     def __init__(
         self,
         repo_id: str,
-        split: str,
+        target: Target,
         staging: Path,
         *,
         private: bool,
@@ -6045,9 +6054,9 @@ class HubBlocks:
         commit_every_s: float = 600.0,
     ) -> None:
         self.repo_id = repo_id
-        self.split = split
+        self.target = target
         self._first_card = first_card
-        self._local = BlockFolder(staging, split, shard)
+        self._local = BlockFolder(staging, target, shard)
         self._private = private
         self._shard = shard
         self._commit_every_s = commit_every_s
@@ -6085,8 +6094,8 @@ class HubBlocks:
 
         found: dict[int, int] = {}
         try:
-            for entry in HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"):
-                number = block_number(self.split, entry.path.removeprefix("data/"))
+            for entry in HfApi().list_repo_tree(self.repo_id, self.target.folder, repo_type="dataset"):
+                number = self.target.block_number(entry.path)
                 if number is not None:
                     found[number] = int(getattr(entry, "size", 0))
         except (RepositoryNotFoundError, EntryNotFoundError):
@@ -6101,7 +6110,7 @@ class HubBlocks:
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
-        return f"{self.repo_id}: {block_name(self.split, number)}"
+        return f"{self.repo_id}: {self.target.block_name(number)}"
 
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
@@ -6128,7 +6137,7 @@ class HubBlocks:
             with self._opened(number) as file:
                 return look(file)
 
-        return self._looked(look_there, f"reading {block_name(self.split, number)}")
+        return self._looked(look_there, f"reading {self.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -6136,7 +6145,7 @@ class HubBlocks:
         # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
         # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{block_name(self.split, number)}",
+            f"datasets/{self.repo_id}/{self.target.block_name(number)}",
             "rb",
             size=self._on_hub()[number],
             block_size=REMOTE_BLOCK_BYTES,
@@ -6156,13 +6165,13 @@ class HubBlocks:
             self._local.path(number).unlink()
 
         def remove_there() -> None:
-            names = [block_name(self.split, number) for number in sorted(self._listed())]
+            names = [self.target.block_name(number) for number in sorted(self._listed())]
             if names:
                 HfApi().create_commit(
                     self.repo_id,
                     [CommitOperationDelete(name) for name in names],
                     repo_type="dataset",
-                    commit_message=f"Start split {self.split} anew",
+                    commit_message=f"Start split {self.target} anew",
                 )
 
         self._looked(remove_there, "removing the blocks that are there")
@@ -6285,7 +6294,7 @@ class HubBlocks:
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
+        addition = CommitOperationAdd(self.target.block_name(number), self._local.path(number))
         self._patience.call(
             lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
             f"uploading to {self.repo_id}",
@@ -6321,7 +6330,7 @@ class HubBlocks:
             self.repo_id,
             operations,
             repo_type="dataset",
-            commit_message=f"{len(self._uploaded)} blocks of split {self.split}",
+            commit_message=f"{len(self._uploaded)} blocks of split {self.target}",
             parent_commit=parent,
         )
         self._card_names_us = True
@@ -6403,6 +6412,16 @@ class CommonOptions:
         "column for the text; _status, _error and _tokens columns are named after it",
         metavar="NAME",
     )
+    output_config: str | None = option(
+        None,
+        "output",
+        "configuration of the output, in a folder of that name (default: default, in data/)",
+        metavar="NAME",
+    )
+    output_split: str | None = option(None, "output", "split of the output (default: the input's name)", metavar="NAME")
+    results_only: bool = option(
+        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
+    )
     block_rows: int = option(
         256,
         "output",
@@ -6423,6 +6442,15 @@ class CommonOptions:
     )
     overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
     resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
+    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
+    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and publish them")
+    commit_minutes: float | None = option(
+        None,
+        "output",
+        "minutes between two commits to a Hub output (default: 10; with shards 5 for each of them, if that is more)",
+        metavar="M",
+        minimum=0.0,
+    )
     private: bool = option(
         False, "output", "make a new Hub dataset private (default: as the input; private for local input)"
     )
@@ -6491,6 +6519,12 @@ class CommonOptions:
         metavar="SHARE",
         minimum=0.0,
         maximum=1.0,
+    )
+    num_shards: int | None = option(
+        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
+    )
+    shard_index: int | None = option(
+        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
     )
     show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
     verbose: bool = option(False, "run", "say why requests are made again, and more")
@@ -6666,24 +6700,111 @@ def quality_settings(options: CommonOptions) -> dict[str, Any]:
     }
 
 
-# ---- job -------------------------------------------------------------------------------------------------------------
-# A run: what the options ask for, and what then has to be done.
+# ---- way -------------------------------------------------------------------------------------------------------------
+# How a run goes about its blocks: which are its own, what is asked again, and when the rest of the world sees them.
+
+
+COMMIT_EVERY_S = 600.0
+SHARD_COMMITS_EVERY_S = 300.0  # times the number of shards: all of them together commit twelve times an hour
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # as `datasets` has it
+CONFIG_NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*")  # the name of a folder, and a part of a branch's name
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a run goes about its blocks: which are its own, and what becomes of them.
+    """How a run goes about its blocks.
 
-    `streams`: rows of a Hub input are streamed, blocks of a Hub output go there as they close, and are committed every
-    `commit_every_s` seconds. `finishes`: no page is asked about; all blocks have to be there.
+    `finishes`: no page is asked about; all blocks have to be there. `split` and `config` are those of the output, where
+    they are named. Blocks of a Hub output are committed every `commit_every_s` seconds.
     """
 
     shard: Shard = WHOLE
-    streams: bool = False
-    commit_every_s: float = 600.0
+    commit_every_s: float = COMMIT_EVERY_S
     results_only: bool = False
     retry_failed: bool = False
     finishes: bool = False
+    split: str | None = None
+    config: str = DEFAULT_CONFIG
+
+    def target(self, split: str) -> Target:
+        """Return what is written of this split of the input."""
+        return Target(self.split or split, self.config)
+
+
+def way_of(options: CommonOptions, environment: Mapping[str, str]) -> Way:
+    """Say how the run goes about its blocks. Raises `UsageError` where options exclude each other."""
+    chosen = [flag for flag in ("overwrite", "retry_failed", "finish") if getattr(options, flag)]
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in chosen)
+        raise UsageError(f"{flags} exclude each other; give one of them")
+    shard = shard_of(options.num_shards, options.shard_index, environment)
+    if options.overwrite and shard.count > 1:
+        raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
+    _check_name("--output-split", options.output_split, SPLIT_NAME)
+    _check_name("--output-config", options.output_config, CONFIG_NAME)
+    if options.output_config == DEFAULT_FOLDER:
+        raise UsageError(
+            f"--output-config {DEFAULT_FOLDER}: the default configuration lies in that folder; choose another name"
+        )
+    return Way(
+        shard=shard,
+        commit_every_s=commit_every_s(options.commit_minutes, shard),
+        results_only=options.results_only,
+        retry_failed=options.retry_failed,
+        finishes=options.finish,
+        split=options.output_split,
+        config=options.output_config or DEFAULT_CONFIG,
+    )
+
+
+def commit_every_s(minutes: float | None, shard: Shard) -> float:
+    """Return the seconds between two commits: as asked for, or so that all shards together make twelve an hour."""
+    if minutes is not None:
+        return 60 * minutes
+    return max(COMMIT_EVERY_S, SHARD_COMMITS_EVERY_S * shard.count)
+
+
+def _check_name(flag: str, name: str | None, allowed: re.Pattern[str]) -> None:
+    if name is not None and not allowed.fullmatch(name):
+        raise UsageError(
+            f"{flag} {name!r} can't be the name of files on the Hub; use letters, digits, _ and . (a configuration: "
+            "single - too)"
+        )
+
+
+def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
+    """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
+    if index is None and "SLURM_ARRAY_TASK_ID" in environment:
+        count, index = _slurm_shard(count, environment)
+        say(f"shard {index} of {count}, as the Slurm array says")
+    if (count is None) != (index is None):
+        raise UsageError("--num-shards and --shard-index go together; give both")
+    shard = Shard(index or 0, count or 1)
+    if shard.index >= shard.count:
+        raise UsageError(f"--shard-index {shard.index} is not below --num-shards {shard.count}; shards count from 0")
+    return shard
+
+
+def _slurm_shard(count: int | None, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return (shards, index) of a Slurm array's task.
+
+    Where --num-shards is given the task's number is the index: so a few tasks of an array can be run again.
+    """
+    try:
+        task = int(environment["SLURM_ARRAY_TASK_ID"])
+        if count is not None:
+            return count, task
+        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+        return int(environment["SLURM_ARRAY_TASK_COUNT"]), (task - first) // step
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"the variables of the Slurm array make no shard ({error!r}); give --num-shards and --shard-index"
+        ) from error
+
+
+# ---- job -------------------------------------------------------------------------------------------------------------
+# A run: what the options ask for, and what then has to be done.
 
 
 @dataclass(frozen=True)
@@ -6697,7 +6818,10 @@ class Opened:
 
 @dataclass
 class Run:
-    """One run of a script: what is known of it so far, for its last words."""
+    """One run of a script: what is known of it so far, for its last words.
+
+    `streams`: rows of a Hub input that is not parquet are streamed, where they can be.
+    """
 
     script: str
     options: CommonOptions
@@ -6706,6 +6830,7 @@ class Run:
     question: Question
     output: Output
     way: Way = field(default_factory=Way)
+    streams: bool = False
     engine: str | None = None
     context_tokens: int | None = None  # what the engine says its --max-model-len is
     opened: Opened | None = None
@@ -6743,12 +6868,13 @@ class Run:
         return shlex.join(["uv", "run", self.script, *self.argv])
 
 
-def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
+def begin(script: str, options: CommonOptions, argv: Sequence[str], *, streams: bool = False) -> Run:
     """Check the options against each other and the model; nothing is opened yet."""
     if options.private and options.public:
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    way = way_of(options, os.environ)
     _refuse_secrets(options)
     text_rules(options)
     match = find_profile(options.model)
@@ -6766,7 +6892,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     )
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
-    return Run(script, options, argv, profile, question, output)
+    return Run(script, options, argv, profile, question, output, way, streams)
 
 
 def _refuse_secrets(options: CommonOptions) -> None:
@@ -6781,22 +6907,22 @@ def _refuse_secrets(options: CommonOptions) -> None:
 
 def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     """Return the blocks of the output, wherever they lie."""
-    if run.output.repo_id and run.way.streams:
+    if run.output.repo_id:
         return HubBlocks(
             run.output.repo_id,
-            source.split,
+            plan.target,
             run.output.folder,
             private=is_private(run, source),
             first_card=lambda earlier: _first_card(run, source, plan, earlier),
             shard=run.way.shard,
             commit_every_s=run.way.commit_every_s,
         )
-    return BlockFolder(run.output.folder, source.split, run.way.shard)
+    return BlockFolder(run.output.folder, plan.target, run.way.shard)
 
 
 def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
     """Return the card of an output whose blocks come in: as it was, if it names the split already."""
-    if names_split(earlier, plan.split):
+    if names_split(earlier, plan.target):
         return earlier
     return card_text(
         earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
@@ -6819,7 +6945,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {
         "input": source.fingerprint,
         "config": options.config,
-        "split": plan.split,
+        "split": source.split,
         "image_column": source.image_column,
         "rows": plan.num_rows,
         "shuffle_seed": options.seed if options.shuffle else None,
@@ -8116,9 +8242,9 @@ def preflight(run: Run) -> None:
         max_samples=options.max_samples,
         shuffle=options.shuffle,
         seed=options.seed,
-        streaming=run.way.streams,
+        streaming=run.streams,
     )
-    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    plan = BlockPlan(run.way.target(source.split), len(source.order), options.block_rows)
     check_columns(
         source.rows.schema,
         options.output_column,
@@ -8137,14 +8263,12 @@ def preflight(run: Run) -> None:
                 f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
                 "remove it, choose another output, or --overwrite"
             )
-        if not run.way.streams:
-            check_published(run.output, plan.split, settings)
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
         )
-    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+    say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
 
 
 def check_token(output: Output) -> None:
@@ -8162,27 +8286,6 @@ def check_token(output: Output) -> None:
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
 
 
 # ---- ending ----------------------------------------------------------------------------------------------------------
@@ -8238,7 +8341,9 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         run.at.blocks.get_ready(to_write=bool(todo))
         if not todo and not run.way.finishes:
             say("nothing is left to ask: all blocks are there (--overwrite starts anew)")
-        if todo:
+        if todo and not run.at.plan.num_rows:
+            write_without_pages(make_job(run, todo))
+        elif todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
     missing = run.missing() if run.way.finishes else []
@@ -8252,12 +8357,12 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
 def take_stock(run: Run) -> None:
     """Count what the closed blocks hold and write the card, whatever the end was.
 
-    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
-    its own pages are counted.
+    Of an output on the Hub, or of a run that is one shard of several, that is done once all blocks are there; until
+    then its own pages are counted.
     """
     at = run.at
     closed = at.blocks.closed()
-    shared = run.way.streams and run.output.repo_id is not None
+    shared = run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
     if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
@@ -8281,10 +8386,6 @@ def take_stock(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
-    if run.output.repo_id and not run.way.streams:
-        private = is_private(run, run.at.source)
-        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
-        say(f"published: {where}")
     for title, text in first_texts(run, run.options.show):
         say(f"\n── {title} ──\n{text}")
     column = run.options.output_column
@@ -8346,7 +8447,7 @@ def say_end(run: Run, code: int, message: str) -> None:
     outcome = Outcome(
         input=run.options.input,
         output=str(run.output),
-        split=run.opened.plan.split if run.opened else None,
+        split=run.opened.source.split if run.opened else None,
         model=run.options.model,
         engine=run.engine,
         exit_code=code,
@@ -8386,7 +8487,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         wanted = wanted_server(run, options)
-        check_possible(wanted)
+        if not options.finish:
+            check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:

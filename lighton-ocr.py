@@ -49,17 +49,6 @@ the same questions and writes the same blocks.
 #   deadline: The end of a job's time: where the pages will not be done by then, that is said once, and early.
 #   blocks: Blocks of rows: their names, how one is written, and what is there already.
 #   columns: The columns of a block: the input's own as they are, and those of the results beside them.
-#   flavors: Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were
-#       measured.
-#   hardware: What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be
-#       asked.
-#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
-#       take.
-#   models: The profiles: everything that differs between the LightOnOCR generations.
-#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
-#   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
-#       stopped.
-#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 #   loops: Does a text end in a loop, as a decoder falls into one.
 #   question: What is asked about a page: the same words, the same sampling and the same seed from every script.
 #   attempts: Which pages are asked again for a better text, how, and which of the texts is kept.
@@ -80,11 +69,24 @@ the same questions and writes the same blocks.
 #       ahead.
 #   source: Rows of a dataset by address, undecoded.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
-#   publish: The output: where it goes, its card, and the one commit that publishes it.
+#   flavors: Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were
+#       measured.
+#   hardware: What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be
+#       asked.
+#   memory: How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to
+#       take.
+#   models: The profiles: everything that differs between the LightOnOCR generations.
+#   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
+#       stopped.
+#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   publish: The output: where it goes, and its card.
 #   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
+#   way: How a run goes about its blocks: which are its own, what is asked again, and when the rest of the world sees
+#       them.
 #   job: A run: what the options ask for, and what then has to be done.
 #   preflight: What is checked before any GPU time, so that a run which can't end well does not begin.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
@@ -1277,41 +1279,62 @@ def overrun(tally: Tally, left_s: float) -> str | None:
 # Blocks of rows: their names, how one is written, and what is there already.
 #
 # A split is cut into contiguous blocks of `block_rows` rows. A block is one parquet file, written once and whole, under
-# a name that is a function of split and number: the files that exist are the state from which a run resumes.
+# a name that is a function of its target and number: the files that exist are the state from which a run resumes.
 
 
 SETTINGS_KEY = b"lighton-ocr"  # where a block's parquet metadata holds the settings it was made with
 SETTINGS_READ = 64  # blocks whose settings are looked into when a run goes on
+DEFAULT_CONFIG = "default"
+DEFAULT_FOLDER = "data"
 INFO_COLUMN = "inference_info"
 ROW_COLUMN = "row_index"
 COUNT_THREADS = 16  # blocks looked into at once: those of a Hub dataset are far away
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """How a split of `num_rows` wanted rows is cut."""
+class Target:
+    """Which split of which configuration of an output its blocks are."""
 
     split: str
+    config: str = DEFAULT_CONFIG
+
+    def __str__(self) -> str:
+        return self.split if self.config == DEFAULT_CONFIG else f"{self.config}/{self.split}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of the configuration's blocks, relative to the output."""
+        return DEFAULT_FOLDER if self.config == DEFAULT_CONFIG else self.config
+
+    @property
+    def pattern(self) -> str:
+        """What the names of its blocks, and no others, match: as a card says it."""
+        return f"{self.folder}/{self.split}-*.parquet"
+
+    def block_name(self, number: int) -> str:
+        """Return the name of a block's file, relative to the output."""
+        return f"{self.folder}/{self.split}-{number:06d}.parquet"
+
+    def block_number(self, name: str) -> int | None:
+        """Return the number of the block in a file, named relative to the output; None if it is no block of ours."""
+        match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.split}')}-(\d{{6}})\.parquet", name)
+        return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a split of `num_rows` wanted rows is cut; one without rows is one block without rows."""
+
+    target: Target
     num_rows: int
     block_rows: int
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.block_rows)
+        return max(1, -(-self.num_rows // self.block_rows))
 
     def positions(self, number: int) -> range:
         """Which of the wanted rows block `number` holds."""
         return range(number * self.block_rows, min(self.num_rows, (number + 1) * self.block_rows))
-
-
-def block_name(split: str, number: int) -> str:
-    """Return the name of a block's file, relative to the output."""
-    return f"data/{split}-{number:06d}.parquet"
-
-
-def block_number(split: str, file_name: str) -> int | None:
-    """Return the number of the block that `data/`'s `file_name` holds, or None if it is no block of this split."""
-    match = re.fullmatch(rf"{re.escape(split)}-(\d{{6}})\.parquet", file_name)
-    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -1366,22 +1389,25 @@ class Blocks(Protocol):
 class BlockFolder:
     """The blocks of one split in a local folder; of a shard, other shards may be writing there too."""
 
-    def __init__(self, root: Path, split: str, shard: Shard = WHOLE) -> None:
+    def __init__(self, root: Path, target: Target, shard: Shard = WHOLE) -> None:
         self.root = root
-        self.split = split
+        self.target = target
         self._shard = shard
-        self._data = root / "data"
+        self._folder = root / target.folder
 
     def closed(self) -> set[int]:
         """Return the numbers of the blocks that are there."""
-        if not self._data.is_dir():
+        if not self._folder.is_dir():
             return set()
-        numbers = (block_number(self.split, file.name) for file in self._data.iterdir())
+        numbers = (self._number(file.name) for file in self._folder.iterdir())
         return {number for number in numbers if number is not None}
+
+    def _number(self, file_name: str) -> int | None:
+        return self.target.block_number(f"{self.target.folder}/{file_name}")
 
     def path(self, number: int) -> Path:
         """Where block `number` is, or will be."""
-        return self.root / block_name(self.split, number)
+        return self.root / self.target.block_name(number)
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
@@ -1421,9 +1447,10 @@ class BlockFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep a second run out of this split; sweep up what a killed one left half-written."""
+        split = self.target.split
         try:
-            self._data.mkdir(parents=True, exist_ok=True)
-            lock = (self._data / f".{self.split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / f".{split}-{self._shard.index}-of-{self._shard.count}.lock").open("w")
         except OSError as error:
             raise UsageError(f"output {str(self.root)!r} can't be written: {error.strerror}; name another") from error
         with lock:
@@ -1431,10 +1458,10 @@ class BlockFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
-                    f"another run is writing split {self.split!r} of {self.root}; wait for it, or choose another output"
+                    f"another run is writing split {split!r} of {self.root}; wait for it, or choose another output"
                 ) from None
-            for leftover in self._data.glob(f".{self.split}-*.tmp"):
-                number = block_number(self.split, leftover.name[1:].removesuffix(".tmp"))
+            for leftover in self._folder.glob(f".{split}-*.tmp"):
+                number = self._number(leftover.name[1:].removesuffix(".tmp"))
                 if number is not None and self._shard.holds(number):
                     leftover.unlink(missing_ok=True)
             yield
@@ -1445,9 +1472,10 @@ class BlockFolder:
 
         path = self.path(number)
         half = path.with_name(f".{path.name}.tmp")
-        # Content-defined chunking lets the Hub store unchanged pictures once; 100 rows a group is what `datasets` takes
-        # for images.
-        pq.write_table(table, half, row_group_size=100, use_content_defined_chunking=True, write_page_index=True)
+        # Content-defined chunking lets the Hub store unchanged pictures once.
+        with pq.ParquetWriter(half, table.schema, use_content_defined_chunking=True, write_page_index=True) as writer:
+            if table.num_rows:  # `datasets` 5.2 can't read a row group without rows
+                writer.write_table(table, row_group_size=100)  # what `datasets` takes for images
         with half.open("rb") as written:
             os.fsync(written.fileno())
         half.replace(path)
@@ -1740,810 +1768,6 @@ def storable(text: str) -> str:
 
 def _storable(text: str | None) -> str | None:
     return None if text is None else storable(text)
-
-
-# ---- flavors ---------------------------------------------------------------------------------------------------------
-# Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were measured.
-#
-# From the stored page of August 2026 and the measurements on record, a test holds both equal to models.json. What the
-# Hub lists now (`hf jobs hardware`) goes before the stored prices.
-
-
-PRICES_OF = "August 2026"
-
-
-@dataclass(frozen=True)
-class Flavor:
-    """A machine for hire. `vram_gb` is that of its GPUs together."""
-
-    name: str
-    gpu: str | None
-    gpus: int
-    vram_gb: int | None
-    vcpus: int
-    ram_gb: int
-    dollars_per_hour: float
-
-    def __str__(self) -> str:
-        gpus = f"{self.gpus} x {self.gpu}, {self.vram_gb} GB" if self.gpu else "no GPU"
-        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:g} an hour)"
-
-
-FLAVORS = (
-    Flavor("cpu-basic", None, 0, None, 2, 16, 0.01),
-    Flavor("cpu-upgrade", None, 0, None, 8, 32, 0.03),
-    Flavor("t4-small", "T4", 1, 16, 4, 15, 0.40),
-    Flavor("t4-medium", "T4", 1, 16, 8, 30, 0.60),
-    Flavor("l4x1", "L4", 1, 24, 8, 30, 0.80),
-    Flavor("l4x4", "L4", 4, 96, 48, 186, 3.80),
-    Flavor("a10g-small", "A10G", 1, 24, 4, 15, 1.00),
-    Flavor("a10g-large", "A10G", 1, 24, 12, 46, 1.50),
-    Flavor("l40sx1", "L40S", 1, 48, 8, 62, 1.80),
-    Flavor("a100-large", "A100", 1, 80, 12, 142, 2.50),
-    Flavor("rtx-pro-6000", "RTX PRO 6000", 1, 96, 23, 256, 2.75),
-    Flavor("h200", "H200", 1, 141, 23, 256, 5.00),
-)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A speed on record: pages a second of one model on one flavour, offline or through a server."""
-
-    model_id: str
-    flavor: str
-    shape: str  # "offline" or "server"
-    pages_per_s: float
-    conditions: str
-    evidence: str
-
-    def __str__(self) -> str:
-        return f"{self.pages_per_s:g} pages/s ({self.evidence}: {self.conditions})"
-
-
-ON_L4 = "100 historical scans, concurrency 32"
-ON_600_PAGES = "600 pages, saturating driver"
-
-MEASURED = (
-    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "offline", 0.33, ON_L4, "field"),
-    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "server", 0.59, ON_L4, "field"),
-    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "offline", 0.90, ON_600_PAGES, "field"),
-    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "server", 2.2, ON_600_PAGES, "field"),
-    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "offline", 1.27, ON_600_PAGES, "field"),
-    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "server", 7.2, ON_600_PAGES, "field"),
-)
-
-
-def find_flavor(flavors: Iterable[Flavor], name: str | None) -> Flavor | None:
-    """Return the flavour of this name, or None."""
-    return next((flavor for flavor in flavors if flavor.name == name), None)
-
-
-def matching_flavor(
-    flavors: Iterable[Flavor], vcpus: float | None, ram_gb: float | None, gpus: Iterable[str]
-) -> Flavor | None:
-    """Return the one flavour that has these cores, this memory and these GPUs; None where none or several do.
-
-    Memory may differ by a tenth: a machine keeps some for itself, and GB are taken for GiB.
-    """
-    if vcpus is None or ram_gb is None:
-        return None
-    names = list(gpus)
-    fits = [
-        flavor
-        for flavor in flavors
-        if flavor.vcpus == vcpus
-        and abs(flavor.ram_gb - ram_gb) <= 0.1 * flavor.ram_gb
-        and len(names) == flavor.gpus
-        and all(_is_named(flavor.gpu or "", name) for name in names)
-    ]
-    return fits[0] if len(fits) == 1 else None
-
-
-def _is_named(gpu: str, name: str) -> bool:
-    """Whether a GPU's full name (`NVIDIA L4`, `NVIDIA A100-SXM4-80GB`) has the words of a short one: L40S is no L4."""
-    words = [" ".join(text.upper().replace("-", " ").split()) for text in (gpu, name)]
-    return f" {words[0]} " in f" {words[1]} "
-
-
-def measured_speed(model_id: str, flavor: str, shape: str) -> Measured | None:
-    """Return the speed on record for a model on a flavour, or None: a speed is never taken from another one's."""
-    found = [row for row in MEASURED if (row.model_id, row.flavor, row.shape) == (model_id, flavor, shape)]
-    return found[0] if found else None
-
-
-def measured_elsewhere(model_id: str, shape: str) -> list[Measured]:
-    """Return the speeds on record for a model on other flavours, to be named beside an unknown one."""
-    return [row for row in MEASURED if (row.model_id, row.shape) == (model_id, shape)]
-
-
-# ---- hardware --------------------------------------------------------------------------------------------------------
-# What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be asked.
-
-
-UNITS_AN_HOUR = {"second": 3600, "minute": 60, "hour": 1}
-
-
-@dataclass(frozen=True)
-class PriceList:
-    """Flavours with their prices, and from when these are: "today", or the date of the stored page."""
-
-    flavors: tuple[Flavor, ...]
-    prices_of: str
-
-    def find(self, name: str | None) -> Flavor | None:
-        """Return the flavour of this name, or None."""
-        return find_flavor(self.flavors, name)
-
-
-STORED_PRICES = PriceList(FLAVORS, PRICES_OF)
-
-
-def read_price_list() -> PriceList:
-    """Ask the Hub what can be hired; no token is needed. Without an answer that can be read, what is stored counts."""
-    from huggingface_hub import HfApi
-
-    try:
-        listed = tuple(_read_flavor(item) for item in HfApi().list_jobs_hardware())
-    except no_answer():
-        return STORED_PRICES
-    return PriceList(listed, "today") if listed else STORED_PRICES
-
-
-def no_answer() -> tuple[type[Exception], ...]:
-    """Return what is raised where the Hub does not answer, refuses, or answers something else than expected."""
-    return (*network_errors(), LookupError, TypeError, ValueError)
-
-
-def _read_flavor(item: JobHardwareInfo) -> Flavor:
-    """Read one entry: `8 vCPU`, `30 GB`, micro-dollars a minute."""
-    gpu = item.accelerator
-    return Flavor(
-        name=item.name,
-        gpu=gpu.model if gpu else None,
-        gpus=int(read_number(gpu.quantity)) if gpu else 0,
-        vram_gb=int(read_number(gpu.vram)) if gpu else None,
-        vcpus=int(read_number(item.cpu)),
-        ram_gb=int(read_number(item.ram)),
-        dollars_per_hour=round(item.unit_cost_micro_usd * UNITS_AN_HOUR[item.unit_label] / 1e6, 3),
-    )
-
-
-def read_number(text: str) -> float:
-    """Return the number that a text begins with; `ValueError` where it begins with none."""
-    found = re.match(r"\s*(\d+(?:\.\d+)?)", text)
-    if found is None:
-        raise ValueError(f"{text!r} begins with no number")
-    return float(found[1])
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
-#
-# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
-# back does not count as used.
-
-
-RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
-MOST_RESERVED = 2 * 1024**3
-NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The limit that comes first, in bytes, and what is left below it."""
-
-    limit: int
-    available: int
-
-    @property
-    def for_pages(self) -> int:
-        """The bytes that pages may still take; negative where the reserve is touched already."""
-        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
-
-
-def read_memory(root: Path = Path("/")) -> HostMemory | None:
-    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
-    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
-    known = [memory for memory in found if memory]
-    return min(known, key=lambda memory: memory.for_pages) if known else None
-
-
-def own_rss(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process holds."""
-    statm = _text(root / "proc/self/statm").split()
-    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
-
-
-def _meminfo(root: Path) -> HostMemory | None:
-    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-    total = kib.get("MemTotal")
-    available = kib.get("MemAvailable", kib.get("MemFree"))
-    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
-    mount = root / "sys/fs/cgroup" / controller
-    if not controller and not (mount / "cgroup.controllers").exists():
-        mount = root / "sys/fs/cgroup/unified"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, names, where = [*line.split(":", 2), "", ""][:3]
-        if controller in names.split(","):
-            inner = PurePosixPath(where.lstrip("/"))
-            # in a container the path may be the host's, and only the mount's top is there
-            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
-    return [mount] if mount.is_dir() else []
-
-
-def _group_v2(group: Path) -> HostMemory | None:
-    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
-
-
-def _groups_v1(root: Path) -> list[HostMemory | None]:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    return [_group_memory(group, *names) for group in _groups(root, "memory")]
-
-
-def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None or limit >= NO_LIMIT:
-        return None
-    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
-    cache = stat.get(cache_name, "0")
-    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
-    return HostMemory(limit, limit - used)
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None  # "max" is no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-class PageMeasure:
-    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
-
-    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
-    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
-    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
-    """
-
-    def __init__(self, least: int = 256 * 1024) -> None:
-        self._least = least
-        self._records: list[tuple[int, int]] = []
-
-    def note(self, in_flight: int, rss: int | None) -> None:
-        """Take a look."""
-        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
-            self._records.append((in_flight, rss))
-
-    def bytes_a_page(self) -> float | None:
-        """Return the bytes a page in flight takes; None before enough was seen to say that."""
-        records = self._records[:: max(1, len(self._records) // 24)]
-        if len(records) < 4:
-            return None
-        pairs = itertools.combinations(records, 2)
-        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
-        return max(float(self._least), statistics.median(slopes))
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-# The profiles: everything that differs between the LightOnOCR generations.
-#
-# | family           | generation | built on | modes           | longest edge | a token is | context | answer at most |
-# |------------------|------------|----------|-----------------|--------------|------------|---------|----------------|
-# | LightOnOCR-1B    | 1          | pixtral  | text            | 1540 px      | 28 x 28 px | 8192    | 4096           |
-# | LightOnOCR-2-1B  | 2          | pixtral  | text            | 1540 px      | 28 x 28 px | 16384   | 4096           |
-# | LightOnOCR-3-1B  | 3          | pixtral  | text, grounding | 1540 px      | 28 x 28 px | 16384   | what is left   |
-# | LightOnOCR-3-0.8B, -4B | 3    | qwen3.5  | text, grounding | 2048 px      | 32 x 32 px | 18000   | what is left   |
-#
-# The evidence for each value stands in models.json, which a test holds equal to this room.
-
-
-DEFAULT_MODEL_ID = "lightonai/LightOnOCR-2-1B"
-
-# The trained prompts: a mode → the words beside the image. Anything else is out of distribution.
-PROMPT_WORDS = {"text": "", "grounding": "grounding"}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the model is sampled. Greedy decoding loops on hard pages, so no profile has temperature 0."""
-
-    temperature: float
-    top_p: float
-    max_tokens: int | None  # None: the server gives what is left of the context
-
-
-@dataclass(frozen=True)
-class KnownBad:
-    """An engine that starts and serves this model wrongly, or can't start it."""
-
-    vllm: str
-    transformers: str  # "": with any transformers
-    reason: str
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """What the scripts have to know of one model."""
-
-    model_id: str
-    about: str  # what sets a variant apart from the model it is named after; "" for that model itself
-    generation: int
-    architecture: str  # "pixtral" or "qwen3.5"
-    longest_edge_px: int
-    pixels_per_token_side: int
-    modes: tuple[str, ...]
-    sampling: Sampling
-    serve_args: tuple[str, ...]  # argv words after `vllm serve MODEL`
-    chat_template_kwargs: tuple[tuple[str, bool], ...]  # for each request; dict() of it is the JSON object
-    image_tag: str  # of vllm/vllm-openai
-    known_bad_engines: tuple[KnownBad, ...]
-    licence: str
-    languages: tuple[str, ...]  # ISO 639-1, as stated by the vendor; () where nothing is stated
-
-    @property
-    def image(self) -> str:
-        """The container image to run this model in."""
-        return f"vllm/vllm-openai:{self.image_tag}"
-
-
-@dataclass(frozen=True)
-class ProfileMatch:
-    """A profile and how it was found, for the log."""
-
-    requested: str
-    profile: ModelProfile
-    how: Literal["catalogue", "by name", "default"]
-
-    def __str__(self) -> str:
-        if self.how == "catalogue":
-            return f"profile {self.profile.model_id}"
-        if self.how == "by name":
-            return f"profile {self.profile.model_id}, taken by the name of {self.requested}"
-        return f"profile {self.profile.model_id}, the default: {self.requested} names no model of the catalogue"
-
-
-# 0.27.1 answers, and the GPU looks busy as usual: only the text shows it. Hence the canary page.
-LOOPS_ON_0_27_1 = KnownBad(
-    "0.27.1", "", "every LightOnOCR model loops in compiled mode, while the GPU looks normally busy"
-)
-NO_PIXTRAL_ON_0_30_0 = KnownBad(
-    "0.30.0", "5.17", "PixtralRotaryEmbedding can't be imported, so no Pixtral-based 1B model starts; 5.16.1 works"
-)
-
-# One page a request, said in advance: no memory is set aside for more (JSON is the only spelling since vLLM 0.10).
-ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}')
-# Pages never repeat, so both caches only cost memory; and a processor cache under concurrency has killed engines
-# ("Expected a cached item for mm_hash").
-NO_CACHES = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
-# The Qwen3.5 models were trained without thinking; also sent with each request, for servers started by others.
-NO_THINKING = (("enable_thinking", False),)
-NO_THINKING_ARGS = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-
-LIGHTONOCR_1B = ModelProfile(
-    model_id="lightonai/LightOnOCR-1B-1025",
-    about="",
-    generation=1,
-    architecture="pixtral",
-    longest_edge_px=1540,
-    pixels_per_token_side=28,
-    modes=("text",),
-    # 4096 of the 4096 to 6500 in use: with a page of 55 x 55 image tokens, 6500 would not fit the 8192 below.
-    sampling=Sampling(temperature=0.2, top_p=0.9, max_tokens=4096),
-    serve_args=("--max-model-len", "8192", *ONE_IMAGE, *NO_CACHES),
-    chat_template_kwargs=(),
-    image_tag="v0.22.1",
-    known_bad_engines=(LOOPS_ON_0_27_1, NO_PIXTRAL_ON_0_30_0),
-    licence="apache-2.0",
-    languages=("en", "fr", "de", "es", "it", "nl", "pt", "sv", "da"),
-)
-
-LIGHTONOCR_2_1B = replace(
-    LIGHTONOCR_1B,
-    model_id="lightonai/LightOnOCR-2-1B",
-    generation=2,
-    # 8192 fits a page and its 4096 tokens; 16384 leaves room to ask a truncated page again for more.
-    serve_args=("--max-model-len", "16384", *ONE_IMAGE, *NO_CACHES),
-    languages=(*LIGHTONOCR_1B.languages, "zh", "ja"),
-)
-
-LIGHTONOCR_3_1B = replace(
-    LIGHTONOCR_2_1B,
-    model_id="lightonai/LightOnOCR-3-1B",
-    generation=3,
-    modes=("text", "grounding"),
-    # The vendor's tip and its example request say 0.1 (its client defaults to 0.2): the steadier of the two.
-    sampling=Sampling(temperature=0.1, top_p=1.0, max_tokens=None),
-    image_tag="v0.32.0",  # the image of v0.30.0 ships the transformers that breaks this architecture
-    languages=(),
-)
-
-LIGHTONOCR_3_08B = replace(
-    LIGHTONOCR_3_1B,
-    model_id="lightonai/LightOnOCR-3-0.8B",
-    architecture="qwen3.5",
-    longest_edge_px=2048,
-    pixels_per_token_side=32,
-    serve_args=("--max-model-len", "18000", *ONE_IMAGE, *NO_CACHES, *NO_THINKING_ARGS),
-    chat_template_kwargs=NO_THINKING,
-    image_tag="v0.30.0",
-    known_bad_engines=(LOOPS_ON_0_27_1,),
-)
-
-LIGHTONOCR_3_4B = replace(LIGHTONOCR_3_08B, model_id="lightonai/LightOnOCR-3-4B")
-
-
-@functools.cache
-def catalogue() -> tuple[ModelProfile, ...]:
-    """Every model known, a family's own model before its variants."""
-    return (
-        LIGHTONOCR_1B,
-        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-32k-1025"),
-        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-16k-1025"),
-        LIGHTONOCR_2_1B,
-        *(
-            replace(LIGHTONOCR_2_1B, model_id=f"{LIGHTONOCR_2_1B.model_id}-{suffix}", about=about)
-            for suffix, about in (
-                ("base", "before reinforcement learning"),
-                ("bbox", "also boxes embedded figures"),
-                ("bbox-base", "also boxes embedded figures; before reinforcement learning"),
-                ("ocr-soup", "a merge"),
-                ("bbox-soup", "a merge; also boxes embedded figures"),
-            )
-        ),
-        LIGHTONOCR_3_08B,
-        LIGHTONOCR_3_1B,
-        LIGHTONOCR_3_4B,
-    )
-
-
-def find_profile(model_id: str) -> ProfileMatch:
-    """The profile of a model: by its exact id, else by the model named in it, else the default one.
-
-    A name is looked for in the last part of a path first, then in the whole, without regard to case and punctuation:
-    `me/LightOnOCR-2-1B-letters`, `/models/lightonocr-3-4b/` and a snapshot folder of the Hub's cache are all found.
-    """
-    by_id = {profile.model_id: profile for profile in catalogue()}
-    if model_id in by_id:
-        return ProfileMatch(model_id, by_id[model_id], "catalogue")
-    last_part = re.split(r"[/\\]", model_id.rstrip("/\\"))[-1]
-    for text in (_letters_and_digits(last_part), _letters_and_digits(model_id)):
-        named = [profile for profile in catalogue() if _name_key(profile) in text]
-        if named:
-            # The longest name wins: LightOnOCR-2-1B stands in LightOnOCR-2-1B-bbox too.
-            return ProfileMatch(model_id, max(named, key=lambda profile: len(_name_key(profile))), "by name")
-    return ProfileMatch(model_id, by_id[DEFAULT_MODEL_ID], "default")
-
-
-def _letters_and_digits(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _name_key(profile: ModelProfile) -> str:
-    name = profile.model_id.partition("/")[2]
-    return _letters_and_digits(name.removesuffix("-1025"))
-
-
-def prompt_words(profile: ModelProfile, mode: str) -> str:
-    """The words beside the image in this mode ("" for none); a mode the model was not trained on is refused."""
-    if mode not in profile.modes:
-        raise UsageError(
-            f"{profile.model_id} has no mode {mode!r}, only {', '.join(profile.modes)}: "
-            f"leave the mode out, or choose a model that has it"
-            + (" (grounding came with LightOnOCR-3)" if mode == "grounding" else "")
-        )
-    return PROMPT_WORDS[mode]
-
-
-def serve_option(profile: ModelProfile, name: str) -> str | None:
-    """The value of one of the profile's serve_args, such as `--max-model-len`; None if it isn't among them."""
-    if name not in profile.serve_args:
-        return None
-    return profile.serve_args[profile.serve_args.index(name) + 1]
-
-
-def known_bad_engine(profile: ModelProfile, vllm: str, transformers: str | None = None) -> KnownBad | None:
-    """The entry that warns of this engine, if there is one.
-
-    Where an entry depends on the transformers version and ours is unknown (a remote server does not tell), the entry is
-    returned, and its `transformers` says what to check.
-    """
-    for bad in profile.known_bad_engines:
-        transformers_fits = not bad.transformers or transformers is None or _is_release(transformers, bad.transformers)
-        if _is_release(vllm, bad.vllm) and transformers_fits:
-            return bad
-    return None
-
-
-def _is_release(version: str, release: str) -> bool:
-    """Whether a version is that release or a build of it: 0.27.1+cu129 is of 0.27.1, 5.17.2 of 5.17, 0.27.10 is not."""
-    return re.match(re.escape(release) + r"(?!\d)", version.strip().removeprefix("v")) is not None
-
-
-# ---- machine ---------------------------------------------------------------------------------------------------------
-# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
-#
-# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
-# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
-# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
-
-
-CORES_AN_API_SERVER = 3
-MEMORY_AN_API_SERVER = 7 * 1024**3
-MOST_API_SERVERS = 4
-GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, as `nvidia-smi` names it; memory in MiB."""
-
-    name: str
-    memory_mib: int
-    driver: str
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
-
-    gpus: tuple[Gpu, ...]
-    cores: float
-    memory_bytes: int | None
-
-    def __str__(self) -> str:
-        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
-        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
-        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A flag that the machine suggests, and why."""
-
-    words: tuple[str, ...]
-    why: str
-
-
-def look_around(root: Path = Path("/")) -> Machine:
-    """Return what this machine has."""
-    memory = read_memory(root)
-    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
-
-
-def find_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return read_gpus(done.stdout)
-
-
-def read_gpus(listing: str) -> tuple[Gpu, ...]:
-    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
-    gpus: list[Gpu] = []
-    for line in listing.splitlines():
-        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
-        if memory.isdecimal():
-            gpus.append(Gpu(name, int(memory), driver))
-    return tuple(gpus)
-
-
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    group = root / "sys/fs/cgroup"
-    v2 = _numbers(group / "cpu.max")
-    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
-    for quota in (v2, v1):
-        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
-            return min(float(bound), round(quota[0] / quota[1], 2))
-    return float(bound)
-
-
-def _numbers(path: Path) -> list[int]:
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return []
-    return [int(word) for word in words if word.isdecimal()]
-
-
-def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
-    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
-    choices: list[Choice] = []
-    servers = _api_servers(machine)
-    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
-        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
-        choices.append(Choice(("--api-server-count", str(servers)), why))
-    return choices
-
-
-def _api_servers(machine: Machine) -> int:
-    if not machine.gpus:
-        return 1
-    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
-    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
-
-
-def _is_given(flag: str, words: Sequence[str]) -> bool:
-    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
-    return any(word.split("=", 1)[0] in spelled for word in words)
-
-
-def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
-    """Say in one line what there is, and what we chose because of it."""
-    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
-    return f"machine: {machine} → {chosen or 'no flag of ours'}"
-
-
-# ---- hosted ----------------------------------------------------------------------------------------------------------
-# The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is stopped.
-#
-# The flavour is what the submission says (`--jobs` sets `LIGHTON_OCR_FLAVOR` and `LIGHTON_OCR_TIMEOUT_S`); else what
-# `ACCELERATOR` says, if that is one (it was seen as only `cpu` or `gpu`); else what the Hub tells about the job, if the
-# token may ask; else the one flavour with these cores, this memory and these GPUs. Where that is none, none is guessed.
-
-
-FLAVOR_VARIABLE = "LIGHTON_OCR_FLAVOR"
-TIMEOUT_VARIABLE = "LIGHTON_OCR_TIMEOUT_S"
-
-
-@dataclass(frozen=True)
-class Runner:
-    """What is known of the machine. `ends_at` is when it is taken away, by `time.monotonic`."""
-
-    flavor: str | None = None
-    dollars_per_hour: float | None = None
-    prices_of: str | None = None
-    ends_at: float | None = None
-
-    def __str__(self) -> str:
-        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:g} an hour"
-        dated = f"{price}, prices of {self.prices_of}" if price and self.prices_of else price
-        return ", ".join(word for word in (self.flavor, dated) if word)
-
-    def cost(self, pages_per_s: float) -> str | None:
-        """Say what a thousand pages cost at this speed; None where no price is known."""
-        if self.dollars_per_hour is None or not pages_per_s:
-            return None
-        return f"${1000 * self.dollars_per_hour / 3600 / pages_per_s:.2f} per 1,000 pages ({self})"
-
-
-def find_runner(environment: Mapping[str, str], dollars_per_hour: float | None, started: float) -> Runner:
-    """Find out where we run, inside of a job; elsewhere the user's price is all there is.
-
-    `started` is when the run began: the job's time is counted from there.
-    """
-    if "JOB_ID" not in environment:
-        return Runner(dollars_per_hour=dollars_per_hour)
-    prices = read_price_list()
-    found = _find_flavor(environment, prices)
-    limit_s = environment.get(TIMEOUT_VARIABLE, "")
-    ends_at = started + float(limit_s) if limit_s.isdecimal() else None
-    if dollars_per_hour is not None:
-        return Runner(found.name if found else None, dollars_per_hour, None, ends_at)
-    if found is None:
-        return Runner(ends_at=ends_at)
-    return Runner(found.name, found.dollars_per_hour, prices.prices_of, ends_at)
-
-
-def _find_flavor(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
-    for variable in (FLAVOR_VARIABLE, "ACCELERATOR"):
-        named = prices.find(environment.get(variable))
-        if named:
-            return named
-    return prices.find(_flavor_of_job(environment["JOB_ID"])) or _flavor_by_shape(environment, prices)
-
-
-def _flavor_of_job(job_id: str) -> str | None:
-    """Ask the Hub about the job that we are; None where the token may not, or there is none."""
-    from huggingface_hub import HfApi
-
-    try:
-        flavor = HfApi().inspect_job(job_id=job_id).flavor
-    except no_answer():
-        return None
-    return str(getattr(flavor, "value", flavor))
-
-
-def _flavor_by_shape(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
-    try:
-        vcpus, ram_gb = read_number(environment["CPU_CORES"]), read_number(environment["MEMORY"])
-    except (KeyError, ValueError):
-        return None
-    gpus = [gpu.name for gpu in find_gpus()]
-    if environment.get("ACCELERATOR") == "gpu" and not gpus:  # one that can't be seen makes no CPU flavour
-        return None
-    return matching_flavor(prices.flavors, vcpus, ram_gb, gpus)
-
-
-# ---- interrupt -------------------------------------------------------------------------------------------------------
-# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
-
-
-ResultT = TypeVar("ResultT")
-ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(BaseException):
-    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-        self.exit_code = 128 + number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}"
-
-
-class Interrupts:
-    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
-
-    `last_will` runs before such an end: it must be quick and must not raise.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._since = 0.0
-        self.last_will: Callable[[], None] | None = None
-        self._cancel: Callable[[], object] | None = None
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals within."""
-        # a hangup that `nohup` has us ignore stays ignored
-        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._on_signal) for number in ours}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
-
-        async def cancellable() -> ResultT:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None
-            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-            try:
-                return await work
-            finally:
-                self._cancel = None
-
-        try:
-            return asyncio.run(cancellable())
-        except asyncio.CancelledError:
-            if self.number is None:
-                raise
-            raise Interrupted(self.number) from None
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.number == number and time.monotonic() - self._since < ECHO_S:
-            return
-        if self.number is not None:
-            if self.last_will:
-                self.last_will()
-            os._exit(128 + number)
-        self.number, self._since = number, time.monotonic()
-        if self._cancel is None:
-            raise Interrupted(number)
-        self._cancel()
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
@@ -4668,6 +3892,8 @@ class Source:
 
     def read(self, positions: range) -> pa.Table:
         """Read the wanted rows at `positions` (0 ≤ position < len(order)); pictures beside the table are embedded."""
+        if not positions:
+            return self.rows.schema.empty_table()
         table = self.rows.read(self.order[positions.start : positions.stop])
         return embed_pictures(table, self.image_column, self.roots) if self.roots else table
 
@@ -4712,8 +3938,6 @@ def open_source(
             "check the path, --config and --split"
         ) from error
     rows, split_name, paths_are_ours = found
-    if not rows.num_rows:
-        raise UsageError(f"input {name!r}: split {split_name!r} has no rows; choose another with --split")
     roots: tuple[Path, ...] = ()
     if is_local:
         roots = (path if path.is_dir() else path.parent,)
@@ -4974,7 +4198,6 @@ class _Run(Generic[RequestT]):
         self._engine = engine
         self._tally = tally
         self._reader = reader
-        self._schema = job.schema()
         self._closed = job.blocks.closed()
         self._window = window
         self._open: dict[int, int] = {}  # block → bytes
@@ -5041,34 +4264,843 @@ class _Run(Generic[RequestT]):
             await self._close(block)
 
     async def _close(self, block: OpenBlock) -> None:
-        await asyncio.to_thread(self._write, block)
+        await asyncio.to_thread(write_block, self._job, block)
         self._tally.blocks += 1
         del self._open[block.number]
         self._closed_one.set()
 
-    def _write(self, block: OpenBlock) -> None:
-        job = self._job
-        results: Sequence[PageResult] = [result for result in block.results if result is not None]
-        table = block_table(
-            block.rows,
-            results,
-            self._schema,
-            job.output_column,
-            job.info,
-            addresses=block.addresses,
-            kept_info=block.kept_info,
-            extras=job.extras,
+
+def write_block(job: Job, block: OpenBlock) -> None:
+    """Write a block of which all results are there."""
+    results: Sequence[PageResult] = [result for result in block.results if result is not None]
+    table = block_table(
+        block.rows,
+        results,
+        job.schema(),
+        job.output_column,
+        job.info,
+        addresses=block.addresses,
+        kept_info=block.kept_info,
+        extras=job.extras,
+    )
+    try:
+        job.blocks.write(block.number, table)
+    except OSError as error:
+        raise JobError(f"writing {job.blocks.where(block.number)}: {error}; free some space and run again") from error
+
+
+def write_without_pages(job: Job) -> None:
+    """Write the one block of a split without rows: that needs no engine."""
+    rows = job.source.read(range(0))
+    write_block(job, OpenBlock(0, (), rows, results=[], kept_info=[], missing=0))
+
+
+# ---- flavors ---------------------------------------------------------------------------------------------------------
+# Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were measured.
+#
+# From the stored page of August 2026 and the measurements on record, a test holds both equal to models.json. What the
+# Hub lists now (`hf jobs hardware`) goes before the stored prices.
+
+
+PRICES_OF = "August 2026"
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """A machine for hire. `vram_gb` is that of its GPUs together."""
+
+    name: str
+    gpu: str | None
+    gpus: int
+    vram_gb: int | None
+    vcpus: int
+    ram_gb: int
+    dollars_per_hour: float
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus} x {self.gpu}, {self.vram_gb} GB" if self.gpu else "no GPU"
+        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:g} an hour)"
+
+
+FLAVORS = (
+    Flavor("cpu-basic", None, 0, None, 2, 16, 0.01),
+    Flavor("cpu-upgrade", None, 0, None, 8, 32, 0.03),
+    Flavor("t4-small", "T4", 1, 16, 4, 15, 0.40),
+    Flavor("t4-medium", "T4", 1, 16, 8, 30, 0.60),
+    Flavor("l4x1", "L4", 1, 24, 8, 30, 0.80),
+    Flavor("l4x4", "L4", 4, 96, 48, 186, 3.80),
+    Flavor("a10g-small", "A10G", 1, 24, 4, 15, 1.00),
+    Flavor("a10g-large", "A10G", 1, 24, 12, 46, 1.50),
+    Flavor("l40sx1", "L40S", 1, 48, 8, 62, 1.80),
+    Flavor("a100-large", "A100", 1, 80, 12, 142, 2.50),
+    Flavor("rtx-pro-6000", "RTX PRO 6000", 1, 96, 23, 256, 2.75),
+    Flavor("h200", "H200", 1, 141, 23, 256, 5.00),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A speed on record: pages a second of one model on one flavour, offline or through a server."""
+
+    model_id: str
+    flavor: str
+    shape: str  # "offline" or "server"
+    pages_per_s: float
+    conditions: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.pages_per_s:g} pages/s ({self.evidence}: {self.conditions})"
+
+
+ON_L4 = "100 historical scans, concurrency 32"
+ON_600_PAGES = "600 pages, saturating driver"
+
+MEASURED = (
+    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "offline", 0.33, ON_L4, "field"),
+    Measured("lightonai/LightOnOCR-2-1B", "l4x1", "server", 0.59, ON_L4, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "offline", 0.90, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a10g-small", "server", 2.2, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "offline", 1.27, ON_600_PAGES, "field"),
+    Measured("lightonai/LightOnOCR-3-0.8B", "a100-large", "server", 7.2, ON_600_PAGES, "field"),
+)
+
+
+def find_flavor(flavors: Iterable[Flavor], name: str | None) -> Flavor | None:
+    """Return the flavour of this name, or None."""
+    return next((flavor for flavor in flavors if flavor.name == name), None)
+
+
+def matching_flavor(
+    flavors: Iterable[Flavor], vcpus: float | None, ram_gb: float | None, gpus: Iterable[str]
+) -> Flavor | None:
+    """Return the one flavour that has these cores, this memory and these GPUs; None where none or several do.
+
+    Memory may differ by a tenth: a machine keeps some for itself, and GB are taken for GiB.
+    """
+    if vcpus is None or ram_gb is None:
+        return None
+    names = list(gpus)
+    fits = [
+        flavor
+        for flavor in flavors
+        if flavor.vcpus == vcpus
+        and abs(flavor.ram_gb - ram_gb) <= 0.1 * flavor.ram_gb
+        and len(names) == flavor.gpus
+        and all(_is_named(flavor.gpu or "", name) for name in names)
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _is_named(gpu: str, name: str) -> bool:
+    """Whether a GPU's full name (`NVIDIA L4`, `NVIDIA A100-SXM4-80GB`) has the words of a short one: L40S is no L4."""
+    words = [" ".join(text.upper().replace("-", " ").split()) for text in (gpu, name)]
+    return f" {words[0]} " in f" {words[1]} "
+
+
+def measured_speed(model_id: str, flavor: str, shape: str) -> Measured | None:
+    """Return the speed on record for a model on a flavour, or None: a speed is never taken from another one's."""
+    found = [row for row in MEASURED if (row.model_id, row.flavor, row.shape) == (model_id, flavor, shape)]
+    return found[0] if found else None
+
+
+def measured_elsewhere(model_id: str, shape: str) -> list[Measured]:
+    """Return the speeds on record for a model on other flavours, to be named beside an unknown one."""
+    return [row for row in MEASURED if (row.model_id, row.shape) == (model_id, shape)]
+
+
+# ---- hardware --------------------------------------------------------------------------------------------------------
+# What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be asked.
+
+
+UNITS_AN_HOUR = {"second": 3600, "minute": 60, "hour": 1}
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """Flavours with their prices, and from when these are: "today", or the date of the stored page."""
+
+    flavors: tuple[Flavor, ...]
+    prices_of: str
+
+    def find(self, name: str | None) -> Flavor | None:
+        """Return the flavour of this name, or None."""
+        return find_flavor(self.flavors, name)
+
+
+STORED_PRICES = PriceList(FLAVORS, PRICES_OF)
+
+
+def read_price_list() -> PriceList:
+    """Ask the Hub what can be hired; no token is needed. Without an answer that can be read, what is stored counts."""
+    from huggingface_hub import HfApi
+
+    try:
+        listed = tuple(_read_flavor(item) for item in HfApi().list_jobs_hardware())
+    except no_answer():
+        return STORED_PRICES
+    return PriceList(listed, "today") if listed else STORED_PRICES
+
+
+def no_answer() -> tuple[type[Exception], ...]:
+    """Return what is raised where the Hub does not answer, refuses, or answers something else than expected."""
+    return (*network_errors(), LookupError, TypeError, ValueError)
+
+
+def _read_flavor(item: JobHardwareInfo) -> Flavor:
+    """Read one entry: `8 vCPU`, `30 GB`, micro-dollars a minute."""
+    gpu = item.accelerator
+    return Flavor(
+        name=item.name,
+        gpu=gpu.model if gpu else None,
+        gpus=int(read_number(gpu.quantity)) if gpu else 0,
+        vram_gb=int(read_number(gpu.vram)) if gpu else None,
+        vcpus=int(read_number(item.cpu)),
+        ram_gb=int(read_number(item.ram)),
+        dollars_per_hour=round(item.unit_cost_micro_usd * UNITS_AN_HOUR[item.unit_label] / 1e6, 3),
+    )
+
+
+def read_number(text: str) -> float:
+    """Return the number that a text begins with; `ValueError` where it begins with none."""
+    found = re.match(r"\s*(\d+(?:\.\d+)?)", text)
+    if found is None:
+        raise ValueError(f"{text!r} begins with no number")
+    return float(found[1])
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+# How much memory pages in flight may take: the container's or the host's limit, and what a page was seen to take.
+#
+# A container's limit is that of its control group and of each group around it; file cache that the kernel would give
+# back does not count as used.
+
+
+RESERVE_SHARE = 0.1  # of the limit, kept free for all that is not a page in flight
+MOST_RESERVED = 2 * 1024**3
+NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number like this
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The limit that comes first, in bytes, and what is left below it."""
+
+    limit: int
+    available: int
+
+    @property
+    def for_pages(self) -> int:
+        """The bytes that pages may still take; negative where the reserve is touched already."""
+        return self.available - min(MOST_RESERVED, int(RESERVE_SHARE * self.limit))
+
+
+def read_memory(root: Path = Path("/")) -> HostMemory | None:
+    """Return the tightest of the host's and the control groups' memory; None where the system does not say."""
+    found = [_meminfo(root), *(_group_v2(group) for group in _groups(root, "")), *_groups_v1(root)]
+    known = [memory for memory in found if memory]
+    return min(known, key=lambda memory: memory.for_pages) if known else None
+
+
+def own_rss(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process holds."""
+    statm = _text(root / "proc/self/statm").split()
+    return int(statm[1]) * os.sysconf("SC_PAGE_SIZE") if len(statm) > 1 and statm[1].isdecimal() else None
+
+
+def _meminfo(root: Path) -> HostMemory | None:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    total = kib.get("MemTotal")
+    available = kib.get("MemAvailable", kib.get("MemFree"))
+    return HostMemory(total * 1024, available * 1024) if total and available is not None else None
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of our control group and of those around it, innermost first; "" is version 2."""
+    mount = root / "sys/fs/cgroup" / controller
+    if not controller and not (mount / "cgroup.controllers").exists():
+        mount = root / "sys/fs/cgroup/unified"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, where = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(","):
+            inner = PurePosixPath(where.lstrip("/"))
+            # in a container the path may be the host's, and only the mount's top is there
+            return [mount / group for group in (inner, *inner.parents) if (mount / group).is_dir()]
+    return [mount] if mount.is_dir() else []
+
+
+def _group_v2(group: Path) -> HostMemory | None:
+    return _group_memory(group, "memory.max", "memory.current", "inactive_file")
+
+
+def _groups_v1(root: Path) -> list[HostMemory | None]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return [_group_memory(group, *names) for group in _groups(root, "memory")]
+
+
+def _group_memory(group: Path, limit_name: str, usage_name: str, cache_name: str) -> HostMemory | None:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None or limit >= NO_LIMIT:
+        return None
+    stat = dict(line.split()[:2] for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+    cache = stat.get(cache_name, "0")
+    used = max(0, usage - (int(cache) if cache.isdecimal() else 0))
+    return HostMemory(limit, limit - used)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class PageMeasure:
+    """What a page in flight takes: how this process's memory grew while more and more pages were in flight.
+
+    Only looks at which more pages were in flight than ever before are kept: memory that pages gave back often stays
+    with the process, so what is seen afterwards says little. The median slope over all pairs of these looks is robust
+    against one that caught a garbage collection or a block being written. Less than `least` is not believed.
+    """
+
+    def __init__(self, least: int = 256 * 1024) -> None:
+        self._least = least
+        self._records: list[tuple[int, int]] = []
+
+    def note(self, in_flight: int, rss: int | None) -> None:
+        """Take a look."""
+        if rss is not None and (not self._records or in_flight > self._records[-1][0]):
+            self._records.append((in_flight, rss))
+
+    def bytes_a_page(self) -> float | None:
+        """Return the bytes a page in flight takes; None before enough was seen to say that."""
+        records = self._records[:: max(1, len(self._records) // 24)]
+        if len(records) < 4:
+            return None
+        pairs = itertools.combinations(records, 2)
+        slopes = [(more[1] - fewer[1]) / (more[0] - fewer[0]) for fewer, more in pairs]
+        return max(float(self._least), statistics.median(slopes))
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+# The profiles: everything that differs between the LightOnOCR generations.
+#
+# | family           | generation | built on | modes           | longest edge | a token is | context | answer at most |
+# |------------------|------------|----------|-----------------|--------------|------------|---------|----------------|
+# | LightOnOCR-1B    | 1          | pixtral  | text            | 1540 px      | 28 x 28 px | 8192    | 4096           |
+# | LightOnOCR-2-1B  | 2          | pixtral  | text            | 1540 px      | 28 x 28 px | 16384   | 4096           |
+# | LightOnOCR-3-1B  | 3          | pixtral  | text, grounding | 1540 px      | 28 x 28 px | 16384   | what is left   |
+# | LightOnOCR-3-0.8B, -4B | 3    | qwen3.5  | text, grounding | 2048 px      | 32 x 32 px | 18000   | what is left   |
+#
+# The evidence for each value stands in models.json, which a test holds equal to this room.
+
+
+DEFAULT_MODEL_ID = "lightonai/LightOnOCR-2-1B"
+
+# The trained prompts: a mode → the words beside the image. Anything else is out of distribution.
+PROMPT_WORDS = {"text": "", "grounding": "grounding"}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the model is sampled. Greedy decoding loops on hard pages, so no profile has temperature 0."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int | None  # None: the server gives what is left of the context
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """An engine that starts and serves this model wrongly, or can't start it."""
+
+    vllm: str
+    transformers: str  # "": with any transformers
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the scripts have to know of one model."""
+
+    model_id: str
+    about: str  # what sets a variant apart from the model it is named after; "" for that model itself
+    generation: int
+    architecture: str  # "pixtral" or "qwen3.5"
+    longest_edge_px: int
+    pixels_per_token_side: int
+    modes: tuple[str, ...]
+    sampling: Sampling
+    serve_args: tuple[str, ...]  # argv words after `vllm serve MODEL`
+    chat_template_kwargs: tuple[tuple[str, bool], ...]  # for each request; dict() of it is the JSON object
+    image_tag: str  # of vllm/vllm-openai
+    known_bad_engines: tuple[KnownBad, ...]
+    licence: str
+    languages: tuple[str, ...]  # ISO 639-1, as stated by the vendor; () where nothing is stated
+
+    @property
+    def image(self) -> str:
+        """The container image to run this model in."""
+        return f"vllm/vllm-openai:{self.image_tag}"
+
+
+@dataclass(frozen=True)
+class ProfileMatch:
+    """A profile and how it was found, for the log."""
+
+    requested: str
+    profile: ModelProfile
+    how: Literal["catalogue", "by name", "default"]
+
+    def __str__(self) -> str:
+        if self.how == "catalogue":
+            return f"profile {self.profile.model_id}"
+        if self.how == "by name":
+            return f"profile {self.profile.model_id}, taken by the name of {self.requested}"
+        return f"profile {self.profile.model_id}, the default: {self.requested} names no model of the catalogue"
+
+
+# 0.27.1 answers, and the GPU looks busy as usual: only the text shows it. Hence the canary page.
+LOOPS_ON_0_27_1 = KnownBad(
+    "0.27.1", "", "every LightOnOCR model loops in compiled mode, while the GPU looks normally busy"
+)
+NO_PIXTRAL_ON_0_30_0 = KnownBad(
+    "0.30.0", "5.17", "PixtralRotaryEmbedding can't be imported, so no Pixtral-based 1B model starts; 5.16.1 works"
+)
+
+# One page a request, said in advance: no memory is set aside for more (JSON is the only spelling since vLLM 0.10).
+ONE_IMAGE = ("--limit-mm-per-prompt", '{"image": 1}')
+# Pages never repeat, so both caches only cost memory; and a processor cache under concurrency has killed engines
+# ("Expected a cached item for mm_hash").
+NO_CACHES = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")
+# The Qwen3.5 models were trained without thinking; also sent with each request, for servers started by others.
+NO_THINKING = (("enable_thinking", False),)
+NO_THINKING_ARGS = ("--default-chat-template-kwargs", '{"enable_thinking": false}')
+
+LIGHTONOCR_1B = ModelProfile(
+    model_id="lightonai/LightOnOCR-1B-1025",
+    about="",
+    generation=1,
+    architecture="pixtral",
+    longest_edge_px=1540,
+    pixels_per_token_side=28,
+    modes=("text",),
+    # 4096 of the 4096 to 6500 in use: with a page of 55 x 55 image tokens, 6500 would not fit the 8192 below.
+    sampling=Sampling(temperature=0.2, top_p=0.9, max_tokens=4096),
+    serve_args=("--max-model-len", "8192", *ONE_IMAGE, *NO_CACHES),
+    chat_template_kwargs=(),
+    image_tag="v0.22.1",
+    known_bad_engines=(LOOPS_ON_0_27_1, NO_PIXTRAL_ON_0_30_0),
+    licence="apache-2.0",
+    languages=("en", "fr", "de", "es", "it", "nl", "pt", "sv", "da"),
+)
+
+LIGHTONOCR_2_1B = replace(
+    LIGHTONOCR_1B,
+    model_id="lightonai/LightOnOCR-2-1B",
+    generation=2,
+    # 8192 fits a page and its 4096 tokens; 16384 leaves room to ask a truncated page again for more.
+    serve_args=("--max-model-len", "16384", *ONE_IMAGE, *NO_CACHES),
+    languages=(*LIGHTONOCR_1B.languages, "zh", "ja"),
+)
+
+LIGHTONOCR_3_1B = replace(
+    LIGHTONOCR_2_1B,
+    model_id="lightonai/LightOnOCR-3-1B",
+    generation=3,
+    modes=("text", "grounding"),
+    # The vendor's tip and its example request say 0.1 (its client defaults to 0.2): the steadier of the two.
+    sampling=Sampling(temperature=0.1, top_p=1.0, max_tokens=None),
+    image_tag="v0.32.0",  # the image of v0.30.0 ships the transformers that breaks this architecture
+    languages=(),
+)
+
+LIGHTONOCR_3_08B = replace(
+    LIGHTONOCR_3_1B,
+    model_id="lightonai/LightOnOCR-3-0.8B",
+    architecture="qwen3.5",
+    longest_edge_px=2048,
+    pixels_per_token_side=32,
+    serve_args=("--max-model-len", "18000", *ONE_IMAGE, *NO_CACHES, *NO_THINKING_ARGS),
+    chat_template_kwargs=NO_THINKING,
+    image_tag="v0.30.0",
+    known_bad_engines=(LOOPS_ON_0_27_1,),
+)
+
+LIGHTONOCR_3_4B = replace(LIGHTONOCR_3_08B, model_id="lightonai/LightOnOCR-3-4B")
+
+
+@functools.cache
+def catalogue() -> tuple[ModelProfile, ...]:
+    """Every model known, a family's own model before its variants."""
+    return (
+        LIGHTONOCR_1B,
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-32k-1025"),
+        replace(LIGHTONOCR_1B, model_id="lightonai/LightOnOCR-0.9B-16k-1025"),
+        LIGHTONOCR_2_1B,
+        *(
+            replace(LIGHTONOCR_2_1B, model_id=f"{LIGHTONOCR_2_1B.model_id}-{suffix}", about=about)
+            for suffix, about in (
+                ("base", "before reinforcement learning"),
+                ("bbox", "also boxes embedded figures"),
+                ("bbox-base", "also boxes embedded figures; before reinforcement learning"),
+                ("ocr-soup", "a merge"),
+                ("bbox-soup", "a merge; also boxes embedded figures"),
+            )
+        ),
+        LIGHTONOCR_3_08B,
+        LIGHTONOCR_3_1B,
+        LIGHTONOCR_3_4B,
+    )
+
+
+def find_profile(model_id: str) -> ProfileMatch:
+    """The profile of a model: by its exact id, else by the model named in it, else the default one.
+
+    A name is looked for in the last part of a path first, then in the whole, without regard to case and punctuation:
+    `me/LightOnOCR-2-1B-letters`, `/models/lightonocr-3-4b/` and a snapshot folder of the Hub's cache are all found.
+    """
+    by_id = {profile.model_id: profile for profile in catalogue()}
+    if model_id in by_id:
+        return ProfileMatch(model_id, by_id[model_id], "catalogue")
+    last_part = re.split(r"[/\\]", model_id.rstrip("/\\"))[-1]
+    for text in (_letters_and_digits(last_part), _letters_and_digits(model_id)):
+        named = [profile for profile in catalogue() if _name_key(profile) in text]
+        if named:
+            # The longest name wins: LightOnOCR-2-1B stands in LightOnOCR-2-1B-bbox too.
+            return ProfileMatch(model_id, max(named, key=lambda profile: len(_name_key(profile))), "by name")
+    return ProfileMatch(model_id, by_id[DEFAULT_MODEL_ID], "default")
+
+
+def _letters_and_digits(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _name_key(profile: ModelProfile) -> str:
+    name = profile.model_id.partition("/")[2]
+    return _letters_and_digits(name.removesuffix("-1025"))
+
+
+def prompt_words(profile: ModelProfile, mode: str) -> str:
+    """The words beside the image in this mode ("" for none); a mode the model was not trained on is refused."""
+    if mode not in profile.modes:
+        raise UsageError(
+            f"{profile.model_id} has no mode {mode!r}, only {', '.join(profile.modes)}: "
+            f"leave the mode out, or choose a model that has it"
+            + (" (grounding came with LightOnOCR-3)" if mode == "grounding" else "")
         )
+    return PROMPT_WORDS[mode]
+
+
+def serve_option(profile: ModelProfile, name: str) -> str | None:
+    """The value of one of the profile's serve_args, such as `--max-model-len`; None if it isn't among them."""
+    if name not in profile.serve_args:
+        return None
+    return profile.serve_args[profile.serve_args.index(name) + 1]
+
+
+def known_bad_engine(profile: ModelProfile, vllm: str, transformers: str | None = None) -> KnownBad | None:
+    """The entry that warns of this engine, if there is one.
+
+    Where an entry depends on the transformers version and ours is unknown (a remote server does not tell), the entry is
+    returned, and its `transformers` says what to check.
+    """
+    for bad in profile.known_bad_engines:
+        transformers_fits = not bad.transformers or transformers is None or _is_release(transformers, bad.transformers)
+        if _is_release(vllm, bad.vllm) and transformers_fits:
+            return bad
+    return None
+
+
+def _is_release(version: str, release: str) -> bool:
+    """Whether a version is that release or a build of it: 0.27.1+cu129 is of 0.27.1, 5.17.2 of 5.17, 0.27.10 is not."""
+    return re.match(re.escape(release) + r"(?!\d)", version.strip().removeprefix("v")) is not None
+
+
+# ---- machine ---------------------------------------------------------------------------------------------------------
+# What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
+#
+# Asked without torch: GPUs of `nvidia-smi`, cores and memory of the control group. Only what was measured becomes a
+# flag. One API server decodes images for about 12 pages/s, and takes two to three cores for it; so where there are
+# cores and memory for more of them, there are up to four (field: +9 to +16 % on a100-large, rtx-pro-6000, a10g-large).
+
+
+CORES_AN_API_SERVER = 3
+MEMORY_AN_API_SERVER = 7 * 1024**3
+MOST_API_SERVERS = 4
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as `nvidia-smi` names it; memory in MiB."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to run on. `memory_bytes` is the limit of the control group or the host."""
+
+    gpus: tuple[Gpu, ...]
+    cores: float
+    memory_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / GIB:.0f} GiB of memory" if self.memory_bytes else "an unknown amount of memory"
+        gpus = ", ".join(f"{gpu.name} ({gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver})" for gpu in self.gpus)
+        return f"{gpus or 'no GPU'}; {self.cores:g} cores, {memory}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A flag that the machine suggests, and why."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+def look_around(root: Path = Path("/")) -> Machine:
+    """Return what this machine has."""
+    memory = read_memory(root)
+    return Machine(find_gpus(), usable_cores(root), memory.limit if memory else None)
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that `nvidia-smi` lists; none where it is not there or fails."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return read_gpus(done.stdout)
+
+
+def read_gpus(listing: str) -> tuple[Gpu, ...]:
+    """Read what `nvidia-smi` lists, one GPU a line; a line that is none is passed over."""
+    gpus: list[Gpu] = []
+    for line in listing.splitlines():
+        name, memory, driver = [*(part.strip() for part in line.rsplit(",", 2)), "", ""][:3]
+        if memory.isdecimal():
+            gpus.append(Gpu(name, int(memory), driver))
+    return tuple(gpus)
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores we may use: those we are bound to, and no more than the control group's share."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    group = root / "sys/fs/cgroup"
+    v2 = _numbers(group / "cpu.max")
+    v1 = _numbers(group / "cpu/cpu.cfs_quota_us") + _numbers(group / "cpu/cpu.cfs_period_us")
+    for quota in (v2, v1):
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            return min(float(bound), round(quota[0] / quota[1], 2))
+    return float(bound)
+
+
+def _numbers(path: Path) -> list[int]:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return []
+    return [int(word) for word in words if word.isdecimal()]
+
+
+def choose_flags(machine: Machine, profile: ModelProfile, users: Sequence[str]) -> list[Choice]:
+    """Return the flags that fit the machine, without those that the user or the profile has chosen."""
+    choices: list[Choice] = []
+    servers = _api_servers(machine)
+    if servers > 1 and not _is_given("--api-server-count", users) and not serve_option(profile, "--api-server-count"):
+        why = f"one API server prepares about 12 pages/s, and {machine.cores:g} cores are enough for {servers}"
+        choices.append(Choice(("--api-server-count", str(servers)), why))
+    return choices
+
+
+def _api_servers(machine: Machine) -> int:
+    if not machine.gpus:
+        return 1
+    by_memory = (machine.memory_bytes or 0) // MEMORY_AN_API_SERVER
+    return int(max(1, min(MOST_API_SERVERS, machine.cores // CORES_AN_API_SERVER, by_memory)))
+
+
+def _is_given(flag: str, words: Sequence[str]) -> bool:
+    spelled = {flag, flag.replace("-", "_").replace("__", "--", 1)}
+    return any(word.split("=", 1)[0] in spelled for word in words)
+
+
+def machine_line(machine: Machine, choices: Sequence[Choice]) -> str:
+    """Say in one line what there is, and what we chose because of it."""
+    chosen = "; ".join(f"{' '.join(choice.words)} as {choice.why}" for choice in choices)
+    return f"machine: {machine} → {chosen or 'no flag of ours'}"
+
+
+# ---- hosted ----------------------------------------------------------------------------------------------------------
+# The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is stopped.
+#
+# The flavour is what the submission says (`--jobs` sets `LIGHTON_OCR_FLAVOR` and `LIGHTON_OCR_TIMEOUT_S`); else what
+# `ACCELERATOR` says, if that is one (it was seen as only `cpu` or `gpu`); else what the Hub tells about the job, if the
+# token may ask; else the one flavour with these cores, this memory and these GPUs. Where that is none, none is guessed.
+
+
+FLAVOR_VARIABLE = "LIGHTON_OCR_FLAVOR"
+TIMEOUT_VARIABLE = "LIGHTON_OCR_TIMEOUT_S"
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What is known of the machine. `ends_at` is when it is taken away, by `time.monotonic`."""
+
+    flavor: str | None = None
+    dollars_per_hour: float | None = None
+    prices_of: str | None = None
+    ends_at: float | None = None
+
+    def __str__(self) -> str:
+        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:g} an hour"
+        dated = f"{price}, prices of {self.prices_of}" if price and self.prices_of else price
+        return ", ".join(word for word in (self.flavor, dated) if word)
+
+    def cost(self, pages_per_s: float) -> str | None:
+        """Say what a thousand pages cost at this speed; None where no price is known."""
+        if self.dollars_per_hour is None or not pages_per_s:
+            return None
+        return f"${1000 * self.dollars_per_hour / 3600 / pages_per_s:.2f} per 1,000 pages ({self})"
+
+
+def find_runner(environment: Mapping[str, str], dollars_per_hour: float | None, started: float) -> Runner:
+    """Find out where we run, inside of a job; elsewhere the user's price is all there is.
+
+    `started` is when the run began: the job's time is counted from there.
+    """
+    if "JOB_ID" not in environment:
+        return Runner(dollars_per_hour=dollars_per_hour)
+    prices = read_price_list()
+    found = _find_flavor(environment, prices)
+    limit_s = environment.get(TIMEOUT_VARIABLE, "")
+    ends_at = started + float(limit_s) if limit_s.isdecimal() else None
+    if dollars_per_hour is not None:
+        return Runner(found.name if found else None, dollars_per_hour, None, ends_at)
+    if found is None:
+        return Runner(ends_at=ends_at)
+    return Runner(found.name, found.dollars_per_hour, prices.prices_of, ends_at)
+
+
+def _find_flavor(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
+    for variable in (FLAVOR_VARIABLE, "ACCELERATOR"):
+        named = prices.find(environment.get(variable))
+        if named:
+            return named
+    return prices.find(_flavor_of_job(environment["JOB_ID"])) or _flavor_by_shape(environment, prices)
+
+
+def _flavor_of_job(job_id: str) -> str | None:
+    """Ask the Hub about the job that we are; None where the token may not, or there is none."""
+    from huggingface_hub import HfApi
+
+    try:
+        flavor = HfApi().inspect_job(job_id=job_id).flavor
+    except no_answer():
+        return None
+    return str(getattr(flavor, "value", flavor))
+
+
+def _flavor_by_shape(environment: Mapping[str, str], prices: PriceList) -> Flavor | None:
+    try:
+        vcpus, ram_gb = read_number(environment["CPU_CORES"]), read_number(environment["MEMORY"])
+    except (KeyError, ValueError):
+        return None
+    gpus = [gpu.name for gpu in find_gpus()]
+    if environment.get("ACCELERATOR") == "gpu" and not gpus:  # one that can't be seen makes no CPU flavour
+        return None
+    return matching_flavor(prices.flavors, vcpus, ram_gb, gpus)
+
+
+# ---- interrupt -------------------------------------------------------------------------------------------------------
+# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+
+
+ResultT = TypeVar("ResultT")
+ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.exit_code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+
+class Interrupts:
+    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
+
+    `last_will` runs before such an end: it must be quick and must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self.last_will: Callable[[], None] | None = None
+        self._cancel: Callable[[], object] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals within."""
+        # a hangup that `nohup` has us ignore stays ignored
+        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
         try:
-            job.blocks.write(block.number, table)
-        except OSError as error:
-            raise JobError(
-                f"writing {job.blocks.where(block.number)}: {error}; free some space and run again"
-            ) from error
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
+
+        async def cancellable() -> ResultT:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                return await work
+            finally:
+                self._cancel = None
+
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if self.number is None:
+                raise
+            raise Interrupted(self.number) from None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == number and time.monotonic() - self._since < ECHO_S:
+            return
+        if self.number is not None:
+            if self.last_will:
+                self.last_will()
+            os._exit(128 + number)
+        self.number, self._since = number, time.monotonic()
+        if self._cancel is None:
+            raise Interrupted(number)
+        self._cancel()
 
 
 # ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, its card, and the one commit that publishes it.
+# The output: where it goes, and its card.
 
 
 CARD_RETRY_S = 300.0
@@ -5138,35 +5170,36 @@ def card_text(
     if earlier.startswith("---"):
         card = DatasetCard(earlier, ignore_metadata_errors=True)
         data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
-    data["configs"] = _with_split(data.get("configs") or [], plan.split)
+    data["configs"] = _with_split(data.get("configs") or [], plan.target)
     if written and statuses is not None:
-        data["configs"][0]["description"] = f"{sum(statuses.values())} rows of {plan.split}, the last written {written}"
+        ours = next(config for config in data["configs"] if config["config_name"] == plan.target.config)
+        ours["description"] = f"{sum(statuses.values())} rows of {plan.target.split}, the last written {written}"
     data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
     data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
     body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
     return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
 
 
-def names_split(card: str, split: str) -> bool:
+def names_split(card: str, target: Target) -> bool:
     """Whether the YAML of a card says already where the files of a split lie."""
     from huggingface_hub import DatasetCard
 
     if not card.startswith("---"):
         return False
     data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
-    configs = [config for config in data.get("configs") or [] if config.get("config_name") == "default"]
+    configs = [config for config in data.get("configs") or [] if config.get("config_name") == target.config]
     files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
-    return any(file.get("split") == split for file in files)
+    return any(file.get("split") == target.split for file in files)
 
 
-def _with_split(configs: Iterable[Mapping[str, Any]], split: str) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in `default`."""
-    others = [dict(config) for config in configs if config.get("config_name") != "default"]
-    ours = [dict(config) for config in configs if config.get("config_name") == "default"]
-    default: dict[str, Any] = ours[0] if ours else {"config_name": "default"}
-    files = [file for file in default.get("data_files") or [] if isinstance(file, dict) and file.get("split") != split]
-    default["data_files"] = [*files, {"split": split, "path": f"data/{split}-*.parquet"}]
-    return [default, *others]
+def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in its own; `default` stands first."""
+    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
+    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
+    others = [file for file in files if file.get("split") != target.split]
+    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
+    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
 
 
 def _with_section(text: str, section: str) -> str:
@@ -5183,7 +5216,7 @@ def _section(
     rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
     return (
         f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
-        f"The rows of split `{plan.split}`, in their order, with the text that was read from each page.\n\n"
+        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page.\n\n"
         f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
     )
 
@@ -5206,7 +5239,7 @@ def write_card(output: Output, **contents: Any) -> None:
     """Write the card beside the blocks; an existing card's own text is kept."""
     path = output.folder / "README.md"
     earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    folder = BlockFolder(output.folder, contents["plan"].split)
+    folder = BlockFolder(output.folder, contents["plan"].target)
     newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
     written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
@@ -5251,30 +5284,6 @@ def publish_card(output: Output, **contents: Any) -> None:
         ) from error
 
 
-def publish(output: Output, split: str, *, private: bool, overwrite: bool) -> str:
-    """Publish blocks and card to the Hub in one commit; return the address. Run again, it goes on where it failed."""
-    assert output.repo_id is not None
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(output.repo_id, repo_type="dataset", private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=output.repo_id,
-            repo_type="dataset",
-            folder_path=output.folder,
-            allow_patterns=["README.md", f"data/{split}-*.parquet"],
-            delete_patterns=[f"data/{split}-*.parquet"] if overwrite else None,
-            commit_message=f"Text of split {split}",
-        )
-    except network_errors() as error:
-        raise PublishError(
-            f"publishing to {output.repo_id} failed: {error}. All blocks are kept in {output.folder}; "
-            "the same command publishes them without asking about a page again"
-        ) from error
-    return f"{api.endpoint}/datasets/{output.repo_id}"
-
-
 # ---- hub_blocks ------------------------------------------------------------------------------------------------------
 # Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
 #
@@ -5305,7 +5314,7 @@ class HubBlocks:
     def __init__(
         self,
         repo_id: str,
-        split: str,
+        target: Target,
         staging: Path,
         *,
         private: bool,
@@ -5314,9 +5323,9 @@ class HubBlocks:
         commit_every_s: float = 600.0,
     ) -> None:
         self.repo_id = repo_id
-        self.split = split
+        self.target = target
         self._first_card = first_card
-        self._local = BlockFolder(staging, split, shard)
+        self._local = BlockFolder(staging, target, shard)
         self._private = private
         self._shard = shard
         self._commit_every_s = commit_every_s
@@ -5354,8 +5363,8 @@ class HubBlocks:
 
         found: dict[int, int] = {}
         try:
-            for entry in HfApi().list_repo_tree(self.repo_id, "data", repo_type="dataset"):
-                number = block_number(self.split, entry.path.removeprefix("data/"))
+            for entry in HfApi().list_repo_tree(self.repo_id, self.target.folder, repo_type="dataset"):
+                number = self.target.block_number(entry.path)
                 if number is not None:
                     found[number] = int(getattr(entry, "size", 0))
         except (RepositoryNotFoundError, EntryNotFoundError):
@@ -5370,7 +5379,7 @@ class HubBlocks:
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
-        return f"{self.repo_id}: {block_name(self.split, number)}"
+        return f"{self.repo_id}: {self.target.block_name(number)}"
 
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
@@ -5397,7 +5406,7 @@ class HubBlocks:
             with self._opened(number) as file:
                 return look(file)
 
-        return self._looked(look_there, f"reading {block_name(self.split, number)}")
+        return self._looked(look_there, f"reading {self.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -5405,7 +5414,7 @@ class HubBlocks:
         # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
         # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{block_name(self.split, number)}",
+            f"datasets/{self.repo_id}/{self.target.block_name(number)}",
             "rb",
             size=self._on_hub()[number],
             block_size=REMOTE_BLOCK_BYTES,
@@ -5425,13 +5434,13 @@ class HubBlocks:
             self._local.path(number).unlink()
 
         def remove_there() -> None:
-            names = [block_name(self.split, number) for number in sorted(self._listed())]
+            names = [self.target.block_name(number) for number in sorted(self._listed())]
             if names:
                 HfApi().create_commit(
                     self.repo_id,
                     [CommitOperationDelete(name) for name in names],
                     repo_type="dataset",
-                    commit_message=f"Start split {self.split} anew",
+                    commit_message=f"Start split {self.target} anew",
                 )
 
         self._looked(remove_there, "removing the blocks that are there")
@@ -5554,7 +5563,7 @@ class HubBlocks:
     def _send(self, number: int) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        addition = CommitOperationAdd(block_name(self.split, number), self._local.path(number))
+        addition = CommitOperationAdd(self.target.block_name(number), self._local.path(number))
         self._patience.call(
             lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
             f"uploading to {self.repo_id}",
@@ -5590,7 +5599,7 @@ class HubBlocks:
             self.repo_id,
             operations,
             repo_type="dataset",
-            commit_message=f"{len(self._uploaded)} blocks of split {self.split}",
+            commit_message=f"{len(self._uploaded)} blocks of split {self.target}",
             parent_commit=parent,
         )
         self._card_names_us = True
@@ -5672,6 +5681,16 @@ class CommonOptions:
         "column for the text; _status, _error and _tokens columns are named after it",
         metavar="NAME",
     )
+    output_config: str | None = option(
+        None,
+        "output",
+        "configuration of the output, in a folder of that name (default: default, in data/)",
+        metavar="NAME",
+    )
+    output_split: str | None = option(None, "output", "split of the output (default: the input's name)", metavar="NAME")
+    results_only: bool = option(
+        False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
+    )
     block_rows: int = option(
         256,
         "output",
@@ -5692,6 +5711,15 @@ class CommonOptions:
     )
     overwrite: bool = option(False, "output", "remove the blocks that are there and start anew")
     resume: bool = option(False, "output", "go on where a run with the same settings stopped; this is the default")
+    retry_failed: bool = option(False, "output", "ask again about the rows that failed, and write their blocks anew")
+    finish: bool = option(False, "output", "ask about nothing: check that all blocks are there, and publish them")
+    commit_minutes: float | None = option(
+        None,
+        "output",
+        "minutes between two commits to a Hub output (default: 10; with shards 5 for each of them, if that is more)",
+        metavar="M",
+        minimum=0.0,
+    )
     private: bool = option(
         False, "output", "make a new Hub dataset private (default: as the input; private for local input)"
     )
@@ -5760,6 +5788,12 @@ class CommonOptions:
         metavar="SHARE",
         minimum=0.0,
         maximum=1.0,
+    )
+    num_shards: int | None = option(
+        None, "run", "how many runs share the output (default: SLURM_ARRAY_TASK_COUNT, or 1)", metavar="N", minimum=1
+    )
+    shard_index: int | None = option(
+        None, "run", "number of this one, from 0 (default: from SLURM_ARRAY_TASK_ID, or 0)", metavar="I", minimum=0
     )
     show: int = option(0, "run", "print the text of the first N pages at the end", metavar="N", minimum=0)
     verbose: bool = option(False, "run", "say why requests are made again, and more")
@@ -5935,24 +5969,111 @@ def quality_settings(options: CommonOptions) -> dict[str, Any]:
     }
 
 
-# ---- job -------------------------------------------------------------------------------------------------------------
-# A run: what the options ask for, and what then has to be done.
+# ---- way -------------------------------------------------------------------------------------------------------------
+# How a run goes about its blocks: which are its own, what is asked again, and when the rest of the world sees them.
+
+
+COMMIT_EVERY_S = 600.0
+SHARD_COMMITS_EVERY_S = 300.0  # times the number of shards: all of them together commit twelve times an hour
+SPLIT_NAME = re.compile(r"\w+(\.\w+)*")  # as `datasets` has it
+CONFIG_NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]*")  # the name of a folder, and a part of a branch's name
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a run goes about its blocks: which are its own, and what becomes of them.
+    """How a run goes about its blocks.
 
-    `streams`: rows of a Hub input are streamed, blocks of a Hub output go there as they close, and are committed every
-    `commit_every_s` seconds. `finishes`: no page is asked about; all blocks have to be there.
+    `finishes`: no page is asked about; all blocks have to be there. `split` and `config` are those of the output, where
+    they are named. Blocks of a Hub output are committed every `commit_every_s` seconds.
     """
 
     shard: Shard = WHOLE
-    streams: bool = False
-    commit_every_s: float = 600.0
+    commit_every_s: float = COMMIT_EVERY_S
     results_only: bool = False
     retry_failed: bool = False
     finishes: bool = False
+    split: str | None = None
+    config: str = DEFAULT_CONFIG
+
+    def target(self, split: str) -> Target:
+        """Return what is written of this split of the input."""
+        return Target(self.split or split, self.config)
+
+
+def way_of(options: CommonOptions, environment: Mapping[str, str]) -> Way:
+    """Say how the run goes about its blocks. Raises `UsageError` where options exclude each other."""
+    chosen = [flag for flag in ("overwrite", "retry_failed", "finish") if getattr(options, flag)]
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in chosen)
+        raise UsageError(f"{flags} exclude each other; give one of them")
+    shard = shard_of(options.num_shards, options.shard_index, environment)
+    if options.overwrite and shard.count > 1:
+        raise UsageError("--overwrite would remove the blocks of other shards; run it once without shards first")
+    _check_name("--output-split", options.output_split, SPLIT_NAME)
+    _check_name("--output-config", options.output_config, CONFIG_NAME)
+    if options.output_config == DEFAULT_FOLDER:
+        raise UsageError(
+            f"--output-config {DEFAULT_FOLDER}: the default configuration lies in that folder; choose another name"
+        )
+    return Way(
+        shard=shard,
+        commit_every_s=commit_every_s(options.commit_minutes, shard),
+        results_only=options.results_only,
+        retry_failed=options.retry_failed,
+        finishes=options.finish,
+        split=options.output_split,
+        config=options.output_config or DEFAULT_CONFIG,
+    )
+
+
+def commit_every_s(minutes: float | None, shard: Shard) -> float:
+    """Return the seconds between two commits: as asked for, or so that all shards together make twelve an hour."""
+    if minutes is not None:
+        return 60 * minutes
+    return max(COMMIT_EVERY_S, SHARD_COMMITS_EVERY_S * shard.count)
+
+
+def _check_name(flag: str, name: str | None, allowed: re.Pattern[str]) -> None:
+    if name is not None and not allowed.fullmatch(name):
+        raise UsageError(
+            f"{flag} {name!r} can't be the name of files on the Hub; use letters, digits, _ and . (a configuration: "
+            "single - too)"
+        )
+
+
+def shard_of(count: int | None, index: int | None, environment: Mapping[str, str]) -> Shard:
+    """Return this run's shard: as the options say, or a Slurm array; one alone where neither does."""
+    if index is None and "SLURM_ARRAY_TASK_ID" in environment:
+        count, index = _slurm_shard(count, environment)
+        say(f"shard {index} of {count}, as the Slurm array says")
+    if (count is None) != (index is None):
+        raise UsageError("--num-shards and --shard-index go together; give both")
+    shard = Shard(index or 0, count or 1)
+    if shard.index >= shard.count:
+        raise UsageError(f"--shard-index {shard.index} is not below --num-shards {shard.count}; shards count from 0")
+    return shard
+
+
+def _slurm_shard(count: int | None, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return (shards, index) of a Slurm array's task.
+
+    Where --num-shards is given the task's number is the index: so a few tasks of an array can be run again.
+    """
+    try:
+        task = int(environment["SLURM_ARRAY_TASK_ID"])
+        if count is not None:
+            return count, task
+        first = int(environment.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(environment.get("SLURM_ARRAY_TASK_STEP", "1"))
+        return int(environment["SLURM_ARRAY_TASK_COUNT"]), (task - first) // step
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"the variables of the Slurm array make no shard ({error!r}); give --num-shards and --shard-index"
+        ) from error
+
+
+# ---- job -------------------------------------------------------------------------------------------------------------
+# A run: what the options ask for, and what then has to be done.
 
 
 @dataclass(frozen=True)
@@ -5966,7 +6087,10 @@ class Opened:
 
 @dataclass
 class Run:
-    """One run of a script: what is known of it so far, for its last words."""
+    """One run of a script: what is known of it so far, for its last words.
+
+    `streams`: rows of a Hub input that is not parquet are streamed, where they can be.
+    """
 
     script: str
     options: CommonOptions
@@ -5975,6 +6099,7 @@ class Run:
     question: Question
     output: Output
     way: Way = field(default_factory=Way)
+    streams: bool = False
     engine: str | None = None
     context_tokens: int | None = None  # what the engine says its --max-model-len is
     opened: Opened | None = None
@@ -6012,12 +6137,13 @@ class Run:
         return shlex.join(["uv", "run", self.script, *self.argv])
 
 
-def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
+def begin(script: str, options: CommonOptions, argv: Sequence[str], *, streams: bool = False) -> Run:
     """Check the options against each other and the model; nothing is opened yet."""
     if options.private and options.public:
         raise UsageError("--private and --public exclude each other; give one of them")
     if options.overwrite and options.resume:
         raise UsageError("--overwrite and --resume exclude each other; give one of them")
+    way = way_of(options, os.environ)
     _refuse_secrets(options)
     text_rules(options)
     match = find_profile(options.model)
@@ -6035,7 +6161,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str]) -> Run:
     )
     output = choose_output(options.output, options.work_dir)
     check_output_is_apart(output, options.input)
-    return Run(script, options, argv, profile, question, output)
+    return Run(script, options, argv, profile, question, output, way, streams)
 
 
 def _refuse_secrets(options: CommonOptions) -> None:
@@ -6050,22 +6176,22 @@ def _refuse_secrets(options: CommonOptions) -> None:
 
 def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     """Return the blocks of the output, wherever they lie."""
-    if run.output.repo_id and run.way.streams:
+    if run.output.repo_id:
         return HubBlocks(
             run.output.repo_id,
-            source.split,
+            plan.target,
             run.output.folder,
             private=is_private(run, source),
             first_card=lambda earlier: _first_card(run, source, plan, earlier),
             shard=run.way.shard,
             commit_every_s=run.way.commit_every_s,
         )
-    return BlockFolder(run.output.folder, source.split, run.way.shard)
+    return BlockFolder(run.output.folder, plan.target, run.way.shard)
 
 
 def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
     """Return the card of an output whose blocks come in: as it was, if it names the split already."""
-    if names_split(earlier, plan.split):
+    if names_split(earlier, plan.target):
         return earlier
     return card_text(
         earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
@@ -6088,7 +6214,7 @@ def run_settings(run: Run) -> dict[str, Any]:
     return {
         "input": source.fingerprint,
         "config": options.config,
-        "split": plan.split,
+        "split": source.split,
         "image_column": source.image_column,
         "rows": plan.num_rows,
         "shuffle_seed": options.seed if options.shuffle else None,
@@ -6200,9 +6326,9 @@ def preflight(run: Run) -> None:
         max_samples=options.max_samples,
         shuffle=options.shuffle,
         seed=options.seed,
-        streaming=run.way.streams,
+        streaming=run.streams,
     )
-    plan = BlockPlan(source.split, len(source.order), options.block_rows)
+    plan = BlockPlan(run.way.target(source.split), len(source.order), options.block_rows)
     check_columns(
         source.rows.schema,
         options.output_column,
@@ -6221,14 +6347,12 @@ def preflight(run: Run) -> None:
                 f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
                 "remove it, choose another output, or --overwrite"
             )
-        if not run.way.streams:
-            check_published(run.output, plan.split, settings)
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
         )
-    say(f"{options.input}: {plan.num_rows} rows of split {plan.split!r} → {run.output}")
+    say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
 
 
 def check_token(output: Output) -> None:
@@ -6246,27 +6370,6 @@ def check_token(output: Output) -> None:
         ) from error
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
-
-
-def check_published(output: Output, split: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UsageError` where the Hub output has blocks of this split that were made with other settings."""
-    if output.repo_id is None:
-        return
-    import pyarrow.parquet as pq
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        files = HfApi().list_repo_files(output.repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return
-    except network_errors() as error:
-        raise UsageError(f"output {output.repo_id!r} can't be looked at: {error}; try again") from error
-    blocks = [file for file in files if block_number(split, file.removeprefix("data/")) is not None]
-    if blocks:
-        with HfFileSystem().open(f"datasets/{output.repo_id}/{min(blocks)}", "rb") as block:
-            stored = (pq.read_schema(block).metadata or {}).get(SETTINGS_KEY)
-        check_settings_are_ours(f"the Hub dataset {output.repo_id}", stored, settings)
 
 
 # ---- ending ----------------------------------------------------------------------------------------------------------
@@ -6322,7 +6425,9 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
         run.at.blocks.get_ready(to_write=bool(todo))
         if not todo and not run.way.finishes:
             say("nothing is left to ask: all blocks are there (--overwrite starts anew)")
-        if todo:
+        if todo and not run.at.plan.num_rows:
+            write_without_pages(make_job(run, todo))
+        elif todo:
             with ExitStack() as stack:
                 ask_all(run, todo, stack, interrupts)
     missing = run.missing() if run.way.finishes else []
@@ -6336,12 +6441,12 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
 def take_stock(run: Run) -> None:
     """Count what the closed blocks hold and write the card, whatever the end was.
 
-    Of a run that streams to the Hub, or is one shard of several, that is done once all blocks are there; until then
-    its own pages are counted.
+    Of an output on the Hub, or of a run that is one shard of several, that is done once all blocks are there; until
+    then its own pages are counted.
     """
     at = run.at
     closed = at.blocks.closed()
-    shared = run.way.streams and run.output.repo_id is not None
+    shared = run.output.repo_id is not None
     shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
     if shared_by_several and (at.blocks.unpublished() or run.missing()):
         run.statuses = Counter(run.tally.statuses if run.tally else {})
@@ -6365,10 +6470,6 @@ def take_stock(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
-    if run.output.repo_id and not run.way.streams:
-        private = is_private(run, run.at.source)
-        where = publish(run.output, run.at.plan.split, private=private, overwrite=run.options.overwrite)
-        say(f"published: {where}")
     for title, text in first_texts(run, run.options.show):
         say(f"\n── {title} ──\n{text}")
     column = run.options.output_column
@@ -6430,7 +6531,7 @@ def say_end(run: Run, code: int, message: str) -> None:
     outcome = Outcome(
         input=run.options.input,
         output=str(run.output),
-        split=run.opened.plan.split if run.opened else None,
+        split=run.opened.source.split if run.opened else None,
         model=run.options.model,
         engine=run.engine,
         exit_code=code,
@@ -7094,9 +7195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(parser, OfflineOptions, words)
     try:
         run = begin(SCRIPT, options, words)
-        check_engine_is_possible(run)
         trust = required(run.profile, run.question, options)
-        check_version(trust, version("vllm"), version("transformers"))
+        if not options.finish:
+            check_engine_is_possible(run)
+            check_version(trust, version("vllm"), version("transformers"))
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:

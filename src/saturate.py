@@ -34,7 +34,6 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
