@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from src.flavors import FLAVORS, MEASURED, PRICES_OF
 from tools.doc_numbers import known_numbers, normal, unknown_numbers
 from tools.doc_options import PARSERS
 from tools.doc_tables import dollars_per_1000_pages, make_tables, table
@@ -83,6 +86,15 @@ def test_every_property_of_the_schema_says_what_it_is() -> None:
             assert "description" in node or "$ref" in node, path
 
 
+def test_what_was_measured_here_says_by_which_command_or_under_which_conditions() -> None:
+    here = [node for path, node in walk(CATALOGUE) if node.get("evidence") == "measured here" and path[0] != "models"]
+    assert len(here) > 15
+    for fact in here:
+        assert fact.get("command") or fact.get("conditions"), fact
+        for path in re.findall(r"\b(?:bench|tests|tools)/\w+\.py", fact.get("command", "")):
+            assert (ROOT / path).exists(), fact
+
+
 def test_ids_are_unique_and_measured_speeds_are_of_models_and_flavours_that_there_are() -> None:
     ids = [node["id"] for _, node in walk(CATALOGUE) if "id" in node]
     flavors = [runner["flavor"] for runner in CATALOGUE["runners"]]
@@ -92,6 +104,17 @@ def test_ids_are_unique_and_measured_speeds_are_of_models_and_flavours_that_ther
     for row in CATALOGUE["throughput"]:
         assert row["flavor"] in flavors
         assert row["model"] in models
+
+
+def test_flavours_and_measured_speeds_are_those_that_the_scripts_know() -> None:
+    runners = [{name: runner[_KEYS.get(name, name)] for name in asdict(FLAVORS[0])} for runner in CATALOGUE["runners"]]
+    assert runners == [asdict(flavor) for flavor in FLAVORS]
+    speeds = [{name: row[_KEYS.get(name, name)] for name in asdict(MEASURED[0])} for row in CATALOGUE["throughput"]]
+    assert speeds == [asdict(row) for row in MEASURED]
+    assert {runner["date"] for runner in CATALOGUE["runners"]} == {f"{datetime.strptime(PRICES_OF, '%B %Y'):%Y-%m}"}
+
+
+_KEYS = {"name": "flavor", "model_id": "model"}
 
 
 # --- the scripts ------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def runners(catalogue: Catalogue) -> str:
     rows = [
         [
             _code(runner["flavor"]),
-            (f"{runner['gpus']}× " if runner["gpus"] > 1 else "") + runner["gpu"] or "–",
+            (f"{runner['gpus']}× " if runner["gpus"] > 1 else "") + (runner["gpu"] or "–"),
             runner["vram_gb"] or "–",
             runner["vcpus"],
             runner["ram_gb"],
