@@ -110,8 +110,8 @@ def stray_numbers(pages: Mapping[str, tuple[str, str]], catalogue: Mapping[str, 
     """A message for each number in hand-written prose that models.json does not have."""
     known = known_numbers(catalogue)
     return [
-        f"{name}:{number.line}: models.json has no {number.text!r}. Correct it, write a small count as a word, or put "
-        "the fact into models.json with its evidence (tools/doc_numbers.py has the rule)."
+        f"{name}:{number.line}: models.json has no {number}. Correct it, write a small count as a word, or put the "
+        "fact into models.json with its evidence (tools/doc_numbers.py has the rule)."
         for name, (text, _) in pages.items()
         if name in PAGES
         for number in unknown_numbers(hand_written(name, text), known)
@@ -119,10 +119,15 @@ def stray_numbers(pages: Mapping[str, tuple[str, str]], catalogue: Mapping[str, 
 
 
 def difference(name: str, text: str, wanted: str) -> str:
-    """The head of the difference between a page and what it should be."""
-    before, after = f"{name} (as it is)", f"{name} (as generated)"
-    lines = list(difflib.unified_diff(text.splitlines(), wanted.splitlines(), before, after, "", "", n=1))
-    return "\n".join(lines[:40])
+    """The head of the difference between a page and what it should be, each place with its line."""
+    before, after = text.splitlines(), wanted.splitlines()
+    shown: list[str] = []
+    # Tables repeat lines, which difflib's ready-made differences would take for junk.
+    for tag, start, end, first, last in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if tag != "equal":
+            shown += [f"{name}:{start + 1}:", *(f"-{line}" for line in before[start:end])]
+            shown += [f"+{line}" for line in after[first:last]]
+    return "\n".join(shown[:40])
 
 
 def main(argv: list[str] | None = None) -> int:
