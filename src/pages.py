@@ -19,8 +19,6 @@ from .pixels import flatten, gray_if_it_is
 from .png import png_file
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from PIL import Image
 
 # Raster formats only: nothing here runs a program (EPS), draws (WMF) or fetches. MPO, a camera's JPEG, comes with JPEG.
@@ -63,13 +61,10 @@ class Refusal:
     frames: int = 1
 
 
-def make_page(cell: object, limits: PageLimits, root: Path | None = None, frame: int = 0) -> Page | Refusal:
-    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
-
-    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
-    """
+def make_page(cell: object, limits: PageLimits, frame: int = 0) -> Page | Refusal:
+    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`."""
     try:
-        data = cell_bytes(cell, root)
+        data = cell_bytes(cell)
         page = _prepare_page(data, limits, frame)
         if not is_blank(page.image):
             return page

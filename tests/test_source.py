@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -149,13 +150,22 @@ def walled(tmp_path: Path) -> Path:
     (inside / "link.png").symlink_to(tmp_path / "secret")
     (inside / "good-link.png").symlink_to(inside / "page.png")
     (inside / "loop").symlink_to(inside / "loop")
+    os.mkfifo(inside / "pipe.png")
+    (tmp_path / "inside-2").mkdir()
+    (tmp_path / "inside-2" / "page.png").write_bytes(b"a neighbour whose name begins alike")
     return inside
 
 
+@pytest.mark.parametrize("name", ["../secret", "link.png", "/etc/passwd", "/proc/self/environ", "../inside-2/page.png"])
+def test_a_path_that_leaves_its_folder_is_not_opened(walled: Path, name: str) -> None:
+    assert path_inside(name, [walled]) is None
+    assert path_inside(str(walled / name), [walled]) is None
+
+
 @pytest.mark.parametrize(
-    "name", ["../secret", "link.png", "/etc/passwd", "loop", "missing", "", ".", "page.png\0", "a" * 5000]
+    "name", ["loop", "missing", "", ".", "page.png\0", "a" * 5000, "pipe.png", "\ud800", "https://example.org/1.png"]
 )
-def test_a_path_that_leaves_its_folder_or_is_no_file_is_not_opened(walled: Path, name: str) -> None:
+def test_a_path_to_no_file_is_not_opened(walled: Path, name: str) -> None:
     assert path_inside(name, [walled]) is None
     assert path_inside(str(walled / name) if name else "", [walled]) is None
 
