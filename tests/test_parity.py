@@ -314,6 +314,34 @@ def test_a_source_is_a_path_if_there_is_one_and_else_a_hub_id(tmp_path: Path) ->
             locate(wrong)
 
 
+def test_a_mistyped_path_is_refused_at_once_and_what_was_meant_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out-offline").mkdir()
+    (tmp_path / "out-server").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for wrong, meant in (
+        ("out-offlin", "out-offline"),
+        ("out-serve", "out-server"),
+        ("./out-serve", "out-server"),
+        (f"{tmp_path}/out-servers", f"{tmp_path}/out-server"),
+    ):
+        with pytest.raises(UsageError, match=rf"no such file or folder.*Did you mean {meant}"):
+            locate(wrong)
+    assert locate("out-offlin@main") == {"path": "out-offlin", "revision": "main"}
+    assert locate("squad") == {"path": "squad", "revision": None}
+    for impossible in ("a--b", "-scans", "scans.git", "x" * 97, "me/.scans"):
+        with pytest.raises(UsageError, match="not a Hub dataset id"):
+            locate(impossible)
+
+
+def test_a_long_description_ends_with_a_word() -> None:
+    described = describe_inference(json.dumps([{"model": "m", "engine": "word " * 60, "script": "s"}]))
+    assert len(described) <= 160
+    assert described.startswith("model=m engine=word word")
+    assert described.endswith("word …")
+
+
 def test_inference_info_is_described_by_its_last_entry_and_never_trusted() -> None:
     assert describe_inference(INFO) == "model=lightonai/LightOnOCR-2-1B script=lighton-ocr.py"
     for odd in (None, "", "not json", "[]", "3", "[[1]]", '["x"]'):
