@@ -42,6 +42,7 @@ against a truth it counts as empty text.
 from __future__ import annotations
 
 import argparse
+import difflib
 import heapq
 import html
 import json
@@ -1423,6 +1424,8 @@ def open_saved(path: Path, wanted: str | None, where: str = "the input") -> tupl
 FILE_FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 MADE_BY_SHOWN = 3
+MADE_BY_LETTERS = 160
+ALIKE = 0.8  # names that are so much alike may be mistyped
 HUB_READ_AHEAD_BYTES = 256 * 1024  # the default, 5 MB beyond every column of every row group, would be pictures
 
 Report: TypeAlias = Callable[[str], None]
@@ -1481,11 +1484,34 @@ def locate(source: str) -> dict[str, Any]:
             raise UsageError(f"{source}: not one of {', '.join(FILE_FORMATS)}. Give the folder or a parquet file")
         return {"path": FILE_FORMATS[path.suffix], "data_files": str(path)}
     match = HUB_ID.fullmatch(source)
-    if match is None or source.startswith(".") or path.suffix in FILE_FORMATS:
+    if match is None or path.suffix in FILE_FORMATS or not _may_be_hub_id(match["id"]):
         raise UsageError(
             f"{source}: no such file or folder, and not a Hub dataset id (namespace/name or name@revision)"
+            + _did_you_mean(path)
         )
+    if match["revision"] is None and (meant := _did_you_mean(path)):
+        raise UsageError(f"{source}: no such file or folder{meant} If a Hub dataset is meant: {source}@main")
     return {"path": match["id"], "revision": match["revision"]}
+
+
+def _may_be_hub_id(name: str) -> bool:
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _did_you_mean(path: Path) -> str:
+    """Name the neighbours of a path that is not there whose names are much like its own; empty where none are."""
+    try:
+        beside = [neighbour.name for neighbour in path.absolute().parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, beside, cutoff=ALIKE)
+    return f". Did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
 
 
 def _choose_columns(
@@ -1588,7 +1614,7 @@ def describe_inference(info: object) -> str:
     if not isinstance(entry, dict):
         return ""
     words = [f"{key}={value}" for key, value in entry.items() if isinstance(value, str | int | float)]
-    return " ".join(words)[:160]
+    return textwrap.shorten(" ".join(words), MADE_BY_LETTERS, placeholder=" …")
 
 
 # ---- parity_pages ----------------------------------------------------------------------------------------------------

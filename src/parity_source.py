@@ -89,11 +89,11 @@ def locate(source: str) -> dict[str, Any]:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except ValueError:
         return False
     return True
 
