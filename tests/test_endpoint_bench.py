@@ -19,6 +19,8 @@ from bench.closed_loop import Answer, Enough, Level, RequestFailedError, Sample,
 from bench.endpoint_report import fallen, figures, line, percentile, unlike, warnings
 from tests.stub_vllm import DEFAULT_MODEL, StubVllm, completion_chunks
 from tests.stub_vllm import Answer as StubAnswer
+from tests.tiny_lightonocr.drawn import drawn_pages
+from tests.vllm_cpu import TinyServer
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,24 @@ def test_a_baseline_is_kept_or_the_figure_that_fell_is_named(
         assert min(drawn.size) > 500
         assert len(drawn.convert("RGB").getcolors(1 << 20) or ()) > 10
     assert "baseline" in (tmp_path / "load.svg").read_text()
+
+
+@pytest.mark.engine
+def test_the_real_vllm_streams_its_first_token_long_before_the_answer_is_whole(
+    vllm_server: TinyServer, tmp_path: Path
+) -> None:
+    for number, page in enumerate(drawn_pages(4, seed=4)):
+        (tmp_path / f"{number}.png").write_bytes(page.encoded())
+    target = tmp_path / "load.json"
+    words = ("--concurrency", "1,4", "--requests", "12", "--max-tokens", "200", "--warm-up", "1")
+    assert endpoint.main([vllm_server.url, "--pages", str(tmp_path), "--json", str(target), *words]) == 0
+    result = json.loads(target.read_text())
+    assert result["engine"] == "vllm 0.32.0"
+    for level in result["levels"]:
+        assert level["answered"] == level["requests"] >= 12
+        assert level["first_token_s"]["p50"] < level["latency_s"]["p50"]
+        assert level["tokens_per_s"] > 10 * level["pages_per_s"], "the usage comes at the end of the stream"
+        assert level["finish_reasons"]["stop"] > 0
 
 
 def scaled(result: dict[str, Any], **factors: float) -> dict[str, Any]:

@@ -5,22 +5,38 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import datasets
+import pyarrow.parquet as pq
 import pytest
 import requests
+from rapidfuzz.distance import Levenshtein
 
 from src import ready, workers
 from src.gauges import parse_gauges
 from src.workers import metrics_text, workers_behind
-from tests.runs import SATURATE, assert_all_read, block_files, output_table, run_here, tag_of, wait_until, write_pages
+from tests.runs import (
+    SATURATE,
+    Running,
+    assert_all_read,
+    block_files,
+    output_table,
+    run_here,
+    tag_of,
+    wait_until,
+    write_pages,
+)
 from tests.servers import READABLE
 from tests.stub_vllm import DEFAULT_MODEL, StubVllm, read_journal
-from tests.vllm_cpu import free_port
+from tests.tiny_lightonocr.drawn import drawn_pages
+from tests.vllm_cpu import TinyServer, free_port, serve_tiny
 
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("vllm_router") is None, reason="vllm-router is built for Linux on x86-64 only"
@@ -151,6 +167,45 @@ def test_when_all_servers_behind_a_router_are_dead_the_run_stops_and_goes_on_onc
     assert finished.line["rows_before"] == 8 * closed
     assert asked >= 60 - 8 * closed
     assert_all_read(output_table(out), range(1, 61))
+
+
+@pytest.mark.engine
+@needs_router
+def test_a_real_vllm_behind_a_router_is_killed_in_mid_run_and_no_row_is_lost(
+    vllm_server: TinyServer, tmp_path: Path
+) -> None:
+    drawn = drawn_pages(64, seed=64)
+    features = datasets.Features({"id": datasets.Value("int64"), "image": datasets.Image()})
+    images = [{"bytes": page.encoded(), "path": None} for page in drawn]
+    pages = tmp_path / "pages.parquet"
+    pq.write_table(
+        datasets.Dataset.from_dict({"id": range(64), "image": images}, features=features).with_format("arrow")[:], pages
+    )
+
+    def answered_by(server: TinyServer) -> int:
+        text = requests.get(f"{server.url.removesuffix('/v1')}/metrics", timeout=60).text
+        return int(parse_gauges(text).succeeded or 0)
+
+    with serve_tiny(tmp_path / "serve.log") as second:
+        before = answered_by(vllm_server)
+        urls = [server.url.removesuffix("/v1") for server in (vllm_server, second)]
+        with Router(tmp_path / "router.log", urls) as router:
+            words = (pages, tmp_path / "out", "--server", router.url, "--model", second.model, "--block-rows", "8")
+            cold = ("--temperature", "0", "--max-tokens", "400", "--concurrency", "8")
+            with Running(*words, *cold) as run:
+                wait_until(lambda: answered_by(second) >= 4, "the second server answers pages", 600)
+                os.killpg(second.process.pid, signal.SIGKILL)
+                ended = run.wait(900)
+        by_first = answered_by(vllm_server) - before
+
+    assert ended.code == 0, ended.stderr
+    assert ended.line["engine"] == "vllm 0.32.0"
+    assert ended.line["statuses"]["ok"] == 64
+    table = output_table(tmp_path / "out")
+    assert table["id"].to_pylist() == list(range(64))
+    errors = sum(map(Levenshtein.distance, table["markdown"].to_pylist(), [page.text for page in drawn]))
+    assert errors <= 0.05 * sum(len(page.text) for page in drawn)
+    assert 32 <= by_first < 64, "more than its half, as the other one died, and not all, as that answered some"
 
 
 # --- what is asked of a router, and what it may answer ---------------------------------------------------------------
