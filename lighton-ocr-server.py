@@ -36,7 +36,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #
 #   confidence: How sure the engine was of a page: from the log probabilities of its tokens.
 #   errors: The errors that end a run, and the exit code of each.
-#   cells: The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
+#   cells: The bytes of a picture out of a dataset's cell; a path that stands there is never opened here.
 #   ink: Whether anything is written on a page.
 #   profiles: Colour profiles, honoured where they change what can be read.
 #   pixels: Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
@@ -260,17 +260,18 @@ def network_errors() -> tuple[type[Exception], ...]:
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
-# The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
+# The bytes of a picture out of a dataset's cell; a path that stands there is never opened here.
 
 
 class UnfitCellError(Exception):
     """The cell can't become a page; the message is the reason."""
 
 
-def cell_bytes(cell: object, root: Path | None) -> bytes:
+def cell_bytes(cell: object) -> bytes:
     """Return the file in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
 
-    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
+    The bytes of pictures that lie beside the table are in their cells already (`src/beside.py`): a path that is left is
+    one that must not be opened.
     """
     path: object = None
     if isinstance(cell, dict):
@@ -279,30 +280,14 @@ def cell_bytes(cell: object, root: Path | None) -> bytes:
     if cell is None and path is None:
         raise UnfitCellError("no picture in this row")
     if cell is None:
-        return _file_bytes(path, root)
+        raise UnfitCellError(
+            f"the cell has a path and no bytes, and there is no such file in the input's own folder: {path!r}"
+        )
     if not isinstance(cell, bytes | bytearray | memoryview):
         raise UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
     if len(cell) == 0:
         raise UnfitCellError("the picture has 0 bytes")
     return bytes(cell)
-
-
-def _file_bytes(path: object, root: Path | None) -> bytes:
-    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
-    if not isinstance(path, str):
-        raise UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
-    if root is None:
-        raise UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
-    try:
-        inside = root.resolve(strict=True)
-        real = (inside / path).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
-        raise UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
-    if not real.is_relative_to(inside):
-        raise UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
-    if not real.is_file():
-        raise UnfitCellError(f"the picture's path is no regular file: {path!r}")
-    return real.read_bytes()
 
 
 # ---- ink -------------------------------------------------------------------------------------------------------------
@@ -569,13 +554,10 @@ class Refusal:
     frames: int = 1
 
 
-def make_page(cell: object, limits: PageLimits, root: Path | None = None, frame: int = 0) -> Page | Refusal:
-    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
-
-    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
-    """
+def make_page(cell: object, limits: PageLimits, frame: int = 0) -> Page | Refusal:
+    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`."""
     try:
-        data = cell_bytes(cell, root)
+        data = cell_bytes(cell)
         page = _prepare_page(data, limits, frame)
         if not is_blank(page.image):
             return page
@@ -4206,13 +4188,11 @@ def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, A
 
 def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
     """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
-    if "\0" in path:
-        return None
     for root in roots:
         try:
             real_root = root.resolve(strict=True)
             real = (real_root / path).resolve(strict=True)
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, ValueError):  # not there, a loop of links, a NUL in the name
             continue
         if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
             return real
@@ -6858,6 +6838,11 @@ class Run:
         self.rows_again = sum(failed.values())
         return [number for number in ours if number not in closed or failed.get(number)]
 
+    def surely_asks(self) -> bool:
+        """Whether an engine is needed for all that can be told before anything is opened: no block is here yet."""
+        some_are_here = any(self.output.folder.glob("data/*.parquet"))
+        return self.options.overwrite or not (self.way.finishes or some_are_here)
+
     def missing(self) -> list[int]:
         """Return the numbers of the blocks that are not there, those of other shards too."""
         closed = self.at.blocks.closed()
@@ -7516,6 +7501,7 @@ class Wanted:
     port: int | None = None
     api_key: str | None = None
     vllm_args: Sequence[str] = ()
+    own_words: Sequence[str] = ()  # what the user gave for `vllm serve`
     suggest: Callable[[], Sequence[str]] = (
         tuple  # asked for more of them before `vllm serve` is spawned: they come first
     )
@@ -7637,12 +7623,29 @@ class Keeper:
 
 def check_possible(wanted: Wanted) -> None:
     """Raise at once where no server is named and none can be spawned: no `vllm`, or a command that is none."""
-    if wanted.url is not None:
-        base_url(wanted.url)
+    url = base_url(wanted.url) if wanted.url is not None else None
     if wanted.command is not None:
         command_words(wanted.command)
+    _refuse_lost_words(wanted, url)
     if wanted.url is None and wanted.command is None and shutil.which("vllm") is None:
         raise EngineError(f"no `vllm` command on this machine, and no --server to use.\n{wanted.hint}")
+
+
+def _refuse_lost_words(wanted: Wanted, url: str | None) -> None:
+    """Raise `UsageError` where words for `vllm serve` were given, and none will be started by us."""
+    words = shlex.join(wanted.own_words)
+    if words and wanted.command is not None:
+        raise UsageError(f"what stands after -- is for `vllm serve`: put {words} into the --serve-command itself")
+    if words and url and _is_used_as_it_is(wanted, url):
+        raise UsageError(
+            f"{url} runs already, and what stands after -- is for one that we start: "
+            f"leave {words} out, or start that server with it"
+        )
+
+
+def _is_used_as_it_is(wanted: Wanted, url: str) -> bool:
+    """Whether the server at the URL is not ours to start: it is on another machine, or it answers."""
+    return not is_local(url) or is_up(url, wanted.api_key or "EMPTY")
 
 
 @contextlib.contextmanager
@@ -7653,8 +7656,8 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     """
     check_possible(wanted)
     url = base_url(wanted.url) if wanted.url else None
-    key = wanted.api_key or "EMPTY"
-    if url and (is_up(url, key) or not is_local(url)):
+    if url and _is_used_as_it_is(wanted, url):
+        key = wanted.api_key or "EMPTY"
         yield Server(get_ready(wanted.model, wanted.trust, url, key, wanted.startup_timeout_s))
         return
     host, port = _address(url, wanted.port)
@@ -8158,6 +8161,7 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
         vllm_args=engine_args(run),
+        own_words=options.vllm_args,
         suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
         keep=options.keep_server,
@@ -8487,7 +8491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         wanted = wanted_server(run, options)
-        if not options.finish:
+        if run.surely_asks():
             check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)

@@ -36,7 +36,7 @@ the same questions and writes the same blocks.
 #
 #   errors: The errors that end a run, and the exit code of each.
 #   grounding: The text of a page with its layout: LightOnOCR-3's grounding markers read, taken out and put back.
-#   cells: The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
+#   cells: The bytes of a picture out of a dataset's cell; a path that stands there is never opened here.
 #   ink: Whether anything is written on a page.
 #   profiles: Colour profiles, honoured where they change what can be read.
 #   pixels: Pixels as they were stored, in whatever mode, → 8 bits a channel, gray ("L") or "RGB".
@@ -299,17 +299,18 @@ def plain_text(page: Grounded, drop_labels: Collection[str] = ()) -> str:
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
-# The bytes of a picture out of a dataset's cell, which must not make us open files of this machine.
+# The bytes of a picture out of a dataset's cell; a path that stands there is never opened here.
 
 
 class UnfitCellError(Exception):
     """The cell can't become a page; the message is the reason."""
 
 
-def cell_bytes(cell: object, root: Path | None) -> bytes:
+def cell_bytes(cell: object) -> bytes:
     """Return the file in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
 
-    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
+    The bytes of pictures that lie beside the table are in their cells already (`src/beside.py`): a path that is left is
+    one that must not be opened.
     """
     path: object = None
     if isinstance(cell, dict):
@@ -318,30 +319,14 @@ def cell_bytes(cell: object, root: Path | None) -> bytes:
     if cell is None and path is None:
         raise UnfitCellError("no picture in this row")
     if cell is None:
-        return _file_bytes(path, root)
+        raise UnfitCellError(
+            f"the cell has a path and no bytes, and there is no such file in the input's own folder: {path!r}"
+        )
     if not isinstance(cell, bytes | bytearray | memoryview):
         raise UnfitCellError(f"the cell holds no picture but {type(cell).__name__}")
     if len(cell) == 0:
         raise UnfitCellError("the picture has 0 bytes")
     return bytes(cell)
-
-
-def _file_bytes(path: object, root: Path | None) -> bytes:
-    """Read a file named by the dataset, which must not make us read files of this machine that aren't its own."""
-    if not isinstance(path, str):
-        raise UnfitCellError(f"the cell's path is no text but {type(path).__name__}")
-    if root is None:
-        raise UnfitCellError(f"the cell has a path and no bytes; a path is opened only in a local dataset: {path!r}")
-    try:
-        inside = root.resolve(strict=True)
-        real = (inside / path).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, a NUL in the name, a loop of links
-        raise UnfitCellError(f"the picture's file can't be found: {path!r} ({type(error).__name__})") from error
-    if not real.is_relative_to(inside):
-        raise UnfitCellError(f"the picture's file lies outside the dataset's folder and is not opened: {path!r}")
-    if not real.is_file():
-        raise UnfitCellError(f"the picture's path is no regular file: {path!r}")
-    return real.read_bytes()
 
 
 # ---- ink -------------------------------------------------------------------------------------------------------------
@@ -608,13 +593,10 @@ class Refusal:
     frames: int = 1
 
 
-def make_page(cell: object, limits: PageLimits, root: Path | None = None, frame: int = 0) -> Page | Refusal:
-    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`.
-
-    A path is opened only if `root`, the folder of a local dataset, is given and the file really lies inside it.
-    """
+def make_page(cell: object, limits: PageLimits, frame: int = 0) -> Page | Refusal:
+    """Make a page of one frame in a cell: None, bytes, or an undecoded picture `{"bytes": …, "path": …}`."""
     try:
-        data = cell_bytes(cell, root)
+        data = cell_bytes(cell)
         page = _prepare_page(data, limits, frame)
         if not is_blank(page.image):
             return page
@@ -3475,13 +3457,11 @@ def _embedded(cell: dict[str, Any] | None, roots: Sequence[Path]) -> dict[str, A
 
 def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
     """Return the real file behind `path` if it lies inside one of `roots`, symbolic links followed; else None."""
-    if "\0" in path:
-        return None
     for root in roots:
         try:
             real_root = root.resolve(strict=True)
             real = (real_root / path).resolve(strict=True)
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, ValueError):  # not there, a loop of links, a NUL in the name
             continue
         if real.is_relative_to(real_root) and real.is_file() and os.access(real, os.R_OK):
             return real
@@ -6127,6 +6107,11 @@ class Run:
         self.rows_again = sum(failed.values())
         return [number for number in ours if number not in closed or failed.get(number)]
 
+    def surely_asks(self) -> bool:
+        """Whether an engine is needed for all that can be told before anything is opened: no block is here yet."""
+        some_are_here = any(self.output.folder.glob("data/*.parquet"))
+        return self.options.overwrite or not (self.way.finishes or some_are_here)
+
     def missing(self) -> list[int]:
         """Return the numbers of the blocks that are not there, those of other shards too."""
         closed = self.at.blocks.closed()
@@ -7196,9 +7181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         trust = required(run.profile, run.question, options)
-        if not options.finish:
-            check_engine_is_possible(run)
-            check_version(trust, version("vllm"), version("transformers"))
+        if run.surely_asks():
+            check_engine(run, trust)
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:
@@ -7206,8 +7190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carry_out(run, functools.partial(ask_engine, options, trust))
 
 
-def check_engine_is_possible(run: Run) -> None:
-    """Raise `EngineError` where there is no vLLM, or no device for it, before anything is downloaded."""
+def check_engine(run: Run, trust: Trust) -> None:
+    """Raise `EngineError` where there is no vLLM, no device for it, or a bad version, before anything is downloaded."""
     prepare_environment()
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(f"vLLM is not installed here.\n{hosted_command(run, IMAGE, OTHERWISE)}")
@@ -7218,6 +7202,7 @@ def check_engine_is_possible(run: Run) -> None:
             "vLLM finds no device on this machine: no GPU, and this is no CPU build of it.\n"
             + hosted_command(run, IMAGE, OTHERWISE)
         )
+    check_version(trust, version("vllm"), version("transformers"))
 
 
 def prepare_environment() -> None:
@@ -7265,6 +7250,7 @@ def ask_engine(
     options: OfflineOptions, trust: Trust, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Start the engine and have it read the pages of the blocks `todo`."""
+    check_engine(run, trust)
     arguments = engine_arguments(run)
     import vllm
 

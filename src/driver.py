@@ -84,6 +84,7 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         port=options.port,
         api_key=os.environ.get(options.api_key_env),
         vllm_args=engine_args(run),
+        own_words=options.vllm_args,
         suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
         keep=options.keep_server,

@@ -85,6 +85,11 @@ class Run:
         self.rows_again = sum(failed.values())
         return [number for number in ours if number not in closed or failed.get(number)]
 
+    def surely_asks(self) -> bool:
+        """Whether an engine is needed for all that can be told before anything is opened: no block is here yet."""
+        some_are_here = any(self.output.folder.glob("data/*.parquet"))
+        return self.options.overwrite or not (self.way.finishes or some_are_here)
+
     def missing(self) -> list[int]:
         """Return the numbers of the blocks that are not there, those of other shards too."""
         closed = self.at.blocks.closed()

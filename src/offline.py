@@ -100,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         trust = required(run.profile, run.question, options)
-        if not options.finish:
-            check_engine_is_possible(run)
-            check_version(trust, version("vllm"), version("transformers"))
+        if run.surely_asks():
+            check_engine(run, trust)
     except JobError as error:
         return refuse(SCRIPT, options, error)
     except ModuleNotFoundError as error:
@@ -110,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return carry_out(run, functools.partial(ask_engine, options, trust))
 
 
-def check_engine_is_possible(run: Run) -> None:
-    """Raise `EngineError` where there is no vLLM, or no device for it, before anything is downloaded."""
+def check_engine(run: Run, trust: Trust) -> None:
+    """Raise `EngineError` where there is no vLLM, no device for it, or a bad version, before anything is downloaded."""
     prepare_environment()
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(f"vLLM is not installed here.\n{hosted_command(run, IMAGE, OTHERWISE)}")
@@ -122,6 +121,7 @@ def check_engine_is_possible(run: Run) -> None:
             "vLLM finds no device on this machine: no GPU, and this is no CPU build of it.\n"
             + hosted_command(run, IMAGE, OTHERWISE)
         )
+    check_version(trust, version("vllm"), version("transformers"))
 
 
 def prepare_environment() -> None:
@@ -169,6 +169,7 @@ def ask_engine(
     options: OfflineOptions, trust: Trust, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Start the engine and have it read the pages of the blocks `todo`."""
+    check_engine(run, trust)
     arguments = engine_arguments(run)
     import vllm
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_bounds(options)
         run = begin(SCRIPT, options, words, streams=True)
         wanted = wanted_server(run, options)
-        if not options.finish:
+        if run.surely_asks():
             check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)

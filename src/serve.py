@@ -42,6 +42,7 @@ class Wanted:
     port: int | None = None
     api_key: str | None = None
     vllm_args: Sequence[str] = ()
+    own_words: Sequence[str] = ()  # what the user gave for `vllm serve`
     suggest: Callable[[], Sequence[str]] = (
         tuple  # asked for more of them before `vllm serve` is spawned: they come first
     )
@@ -163,12 +164,29 @@ class Keeper:
 
 def check_possible(wanted: Wanted) -> None:
     """Raise at once where no server is named and none can be spawned: no `vllm`, or a command that is none."""
-    if wanted.url is not None:
-        base_url(wanted.url)
+    url = base_url(wanted.url) if wanted.url is not None else None
     if wanted.command is not None:
         command_words(wanted.command)
+    _refuse_lost_words(wanted, url)
     if wanted.url is None and wanted.command is None and shutil.which("vllm") is None:
         raise EngineError(f"no `vllm` command on this machine, and no --server to use.\n{wanted.hint}")
+
+
+def _refuse_lost_words(wanted: Wanted, url: str | None) -> None:
+    """Raise `UsageError` where words for `vllm serve` were given, and none will be started by us."""
+    words = shlex.join(wanted.own_words)
+    if words and wanted.command is not None:
+        raise UsageError(f"what stands after -- is for `vllm serve`: put {words} into the --serve-command itself")
+    if words and url and _is_used_as_it_is(wanted, url):
+        raise UsageError(
+            f"{url} runs already, and what stands after -- is for one that we start: "
+            f"leave {words} out, or start that server with it"
+        )
+
+
+def _is_used_as_it_is(wanted: Wanted, url: str) -> bool:
+    """Whether the server at the URL is not ours to start: it is on another machine, or it answers."""
+    return not is_local(url) or is_up(url, wanted.api_key or "EMPTY")
 
 
 @contextlib.contextmanager
@@ -179,8 +197,8 @@ def running_server(wanted: Wanted) -> Iterator[Server]:
     """
     check_possible(wanted)
     url = base_url(wanted.url) if wanted.url else None
-    key = wanted.api_key or "EMPTY"
-    if url and (is_up(url, key) or not is_local(url)):
+    if url and _is_used_as_it_is(wanted, url):
+        key = wanted.api_key or "EMPTY"
         yield Server(get_ready(wanted.model, wanted.trust, url, key, wanted.startup_timeout_s))
         return
     host, port = _address(url, wanted.port)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = begin(SCRIPT, options, words)
         wanted = wanted_server(run, options)
-        if not options.finish:
+        if run.surely_asks():
             check_possible(wanted)
     except JobError as error:
         return refuse(SCRIPT, options, error)

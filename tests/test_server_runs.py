@@ -27,6 +27,7 @@ from src.models import find_profile
 from src.question import page_seed
 from tests.runs import (
     NEW_COLUMNS,
+    ROOT,
     STUB,
     Ended,
     Running,
@@ -527,6 +528,44 @@ def test_without_vllm_and_without_a_server_the_run_ends_at_once_with_the_command
     )
     assert f"\n    {command}\n" in ended.stderr
     assert "no `vllm` command" in ended.line["message"]
+
+
+@pytest.mark.parametrize("script", ["lighton-ocr-server.py", "lighton-ocr3-saturate.py", "lighton-ocr.py"])
+def test_a_finished_output_needs_no_engine_any_more(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stub: StubVllm
+) -> None:
+    pages, out = write_pages(tmp_path / "pages.parquet", 5), tmp_path / "out"
+    words = (pages, out, "--model", DEFAULT_MODEL, "--block-rows", "2")
+    assert run_here(*words, "--server", stub.url).code == 0
+    (out / "README.md").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    again = run_here(*words, "--show", "1", script=ROOT / script)
+    assert again.code == 0, again.stderr
+    assert again.line["statuses"]["ok"] == again.line["rows_before"] == 5
+    assert "nothing is left to ask" in again.stderr
+    assert "page-0001.png (ok)" in again.stderr
+    assert (out / "README.md").exists()
+
+    block_files(out)[1].unlink()
+    unfinished, anew = run_here(*words, script=ROOT / script), run_here(*words, "--overwrite", script=ROOT / script)
+    assert (unfinished.code, anew.code) == (1, 1)
+    assert "hf jobs uv run" in unfinished.stderr
+    assert len(block_files(out)) == 2, "what is there is not removed where nothing can replace it"
+
+
+def test_words_for_vllm_serve_that_nobody_would_read_are_refused(
+    tmp_path: Path, stub: StubVllm, free_port: int
+) -> None:
+    pages, own = write_pages(tmp_path / "pages.parquet", 2), ("--", "--max-num-seqs", "8")
+    running = run_here(pages, tmp_path / "out", "--server", stub.url, *own)
+    remote = run_here(pages, tmp_path / "out", "--server", "http://gpu-box.example:8000", *own)
+    command = run_here(pages, tmp_path / "out", "--serve-command", stub_command(), *own)
+    assert (running.code, remote.code, command.code) == (2, 2, 2)
+    assert f"{stub.url} runs already" in running.line["message"]
+    assert "leave --max-num-seqs 8 out, or start that server with it" in remote.line["message"]
+    assert "put --max-num-seqs 8 into the --serve-command" in command.line["message"]
+    assert not stub.stats()["requests"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_for_a_hosted_gpu_names_the_image_of_the_model(
