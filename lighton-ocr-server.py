@@ -66,6 +66,8 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   window: How many pages may be in flight: a window that grows on evidence.
 #   reader: A row → its result: each frame of its picture prepared and asked about, again while the text is not sound.
 #   beside: Pictures that lie beside a table, put into its cells: only those that really lie in the input's own folder.
+#   hf_paths: Addresses on the Hub: `namespace/name`, `hf://datasets/…` at a revision, `hf://buckets/…`, and what lies
+#       there.
 #   patience: Patience with the network: what fails for a while is tried again, within bounds.
 #   parquet_rows: Rows of parquet files, local or on the Hub, by address.
 #   splits: The splits of a dataset: which one is read, and the one that save_to_disk wrote.
@@ -116,6 +118,7 @@ import argparse
 import asyncio
 import bisect
 import contextlib
+import dataclasses
 import datetime
 import email.utils
 import fcntl
@@ -4199,6 +4202,177 @@ def path_inside(path: str, roots: Sequence[Path]) -> Path | None:
     return None
 
 
+# ---- hf_paths --------------------------------------------------------------------------------------------------------
+# Addresses on the Hub: `namespace/name`, `hf://datasets/…` at a revision, `hf://buckets/…`, and what lies there.
+#
+# A path in one may be a folder, a file, or a pattern. A dataset is read at one commit; a bucket has none, so that its
+# files' own hashes stand for what is in it.
+
+
+HUB_SCHEME = "hf://"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+BUCKETS = "buckets"
+PARQUET_SUFFIXES = {"parquet", "pq"}
+
+
+@dataclass(frozen=True)
+class HubPath:
+    """A place on the Hub: `kind` is `datasets` or `buckets`; `path` is empty for all of it."""
+
+    kind: str
+    repo_id: str
+    revision: str | None = None
+    path: str = ""
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is in a bucket, which has no history."""
+        return self.kind == BUCKETS
+
+    @property
+    def root(self) -> str:
+        """The address of the whole dataset or bucket."""
+        revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
+        return f"{HUB_SCHEME}{self.kind}/{self.repo_id}{revision}"
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.path}" if self.path else self.root
+
+    def overlaps(self, other: HubPath) -> bool:
+        """Whether one of the two contains the other. Of a dataset all is one place: its card speaks of all of it."""
+        if (self.kind, self.repo_id) != (other.kind, other.repo_id):
+            return False
+        here, there = self._fixed_parts(), other._fixed_parts()
+        shorter = min(len(here), len(there))
+        return not self.is_bucket or here[:shorter] == there[:shorter]
+
+    def _fixed_parts(self) -> list[str]:
+        """The folders down to the first pattern."""
+        parts = self.path.split("/") if self.path else []
+        patterns = [number for number, part in enumerate(parts) if is_pattern(part)]
+        return parts[: patterns[0]] if patterns else parts
+
+
+@dataclass(frozen=True)
+class HubInput:
+    """What was found at an address: at which commit, who may see it, and the files, where it names files itself."""
+
+    at: HubPath
+    fingerprint: str
+    is_private: bool
+    files: tuple[str, ...] | None = None
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        """The arguments with which `datasets` opens it."""
+        if self.files is not None:
+            return {"path": _builder_of(self.files), "data_files": {"train": list(self.files)}}
+        if self.at.is_bucket:
+            return {"path": str(self.at)}
+        return {"path": self.at.repo_id, "revision": self.at.revision, "data_dir": self.at.path or None}
+
+    def check_own(self, files: Iterable[str]) -> None:
+        """Raise `UsageError` where a card names files that are not this input's: it could be ours that are private.
+
+        `datasets` 5.2 looks at that for datasets, but not for buckets.
+        """
+        for file in files:
+            if not file.startswith(f"{self.at.root}/") or ".." in file.split("/"):
+                raise UsageError(f"the card of {self.at} names a file that lies elsewhere, {file!r}; correct the card")
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path stands for several files."""
+    return any(letter in path for letter in "*?[")
+
+
+def parse_hub_path(name: str, revision: str | None = None, what: str = "input") -> HubPath | None:
+    """Read an address; None where `name` is neither a dataset's id nor an `hf://` address.
+
+    Raises `UsageError` for what holds no dataset, and where `revision` is another than that in the address.
+    """
+    if not name.startswith(HUB_SCHEME):
+        return HubPath("datasets", name, revision) if HUB_ID.fullmatch(name) else None
+    from huggingface_hub.errors import HfUriError
+    from huggingface_hub.utils import parse_hf_uri  # type: ignore[attr-defined]
+
+    try:
+        uri = parse_hf_uri(name)
+    except HfUriError as error:
+        raise UsageError(f"{what} {name!r}: {error.msg}") from error
+    if uri.type not in ("dataset", "bucket"):
+        raise UsageError(
+            f"{what} {name!r} names a {uri.type}; give hf://datasets/namespace/name[@revision][/path] "
+            "or hf://buckets/namespace/name[/path]"
+        )
+    if ".." in uri.path_in_repo.split("/"):
+        raise UsageError(f"{what} {name!r}: '..' leads nowhere on the Hub; give the path itself")
+    if revision is not None and uri.is_bucket:
+        raise UsageError(f"{what} {name!r}: a bucket has no revisions; leave --revision {revision} out")
+    if revision is not None and uri.revision not in (None, revision):
+        raise UsageError(f"{what} {name!r} is at {uri.revision!r}, but --revision is {revision!r}; give one of them")
+    return HubPath(f"{uri.type}s", uri.id, uri.revision or revision, uri.path_in_repo)
+
+
+def look_at(at: HubPath) -> HubInput:
+    """Find out what lies at an address, and pin it: a dataset to its commit, a bucket's files to their hashes."""
+    from huggingface_hub import HfApi
+
+    if at.is_bucket:
+        is_private = bool(HfApi().bucket_info(at.repo_id).private)
+        found = _files_at(at)
+        return HubInput(at, f"bucket:{at}:{_digest(found)}", is_private, _named_files(at, found))
+    info = HfApi().dataset_info(at.repo_id, revision=at.revision)
+    at = dataclasses.replace(at, revision=str(info.sha))
+    fingerprint = f"hub:{at.repo_id}@{info.sha}" + (f"/{at.path}" if at.path else "")
+    return HubInput(at, fingerprint, bool(info.private), _named_files(at, _files_at(at)) if at.path else None)
+
+
+def _files_at(at: HubPath) -> Mapping[str, Mapping[str, Any]]:
+    """Return what the client says of each file at an address, by the file's path from the root. One listing."""
+    from huggingface_hub import HfFileSystem
+
+    files = HfFileSystem(skip_instance_cache=True)  # what another one listed earlier may be old
+    where = str(at)
+    list_files: Any = files.glob if is_pattern(at.path) else files.find
+    found = list_files(where, detail=True)
+    prefix = at.root.removeprefix(HUB_SCHEME) + "/"
+    by_path = {name.removeprefix(prefix): about for name, about in found.items() if about["type"] == "file"}
+    if not by_path:
+        raise FileNotFoundError(f"there is no file at {where}")
+    return dict(sorted(by_path.items()))
+
+
+def _digest(found: Mapping[str, Mapping[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for path, about in found.items():
+        digest.update(json.dumps([path, about["size"], about.get("xet_hash")]).encode())
+    return digest.hexdigest()[:32]
+
+
+def _named_files(at: HubPath, found: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the addresses of the files that a path names, one by one or by a pattern; None for a folder."""
+    if not is_pattern(at.path) and at.path not in found:
+        return None
+    names = [path for path in found if not path.rpartition("/")[2].startswith(".")]
+    _check_one_kind(at, names)
+    return tuple(f"{at.root}/{name}" for name in names)
+
+
+def _check_one_kind(at: HubPath, names: Sequence[str]) -> None:
+    kinds = {_suffix(name) for name in names}
+    if kinds & PARQUET_SUFFIXES and kinds - PARQUET_SUFFIXES:
+        raise UsageError(f"{at} names files of several kinds: {', '.join(sorted(kinds))}; name those of one kind")
+
+
+def _builder_of(files: Sequence[str]) -> str:
+    return "parquet" if _suffix(files[0]) in PARQUET_SUFFIXES else "imagefolder"
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition("/")[2].rpartition(".")[2].lower()
+
+
 # ---- patience --------------------------------------------------------------------------------------------------------
 # Patience with the network: what fails for a while is tried again, within bounds.
 #
@@ -4532,8 +4706,11 @@ class StreamedRows:
             return {"bytes": file.read(), "path": address.rpartition("/")[2]}
 
 
-def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
-    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
+def open_streamed(builder: Any, home: str, split: str, patience: Patience) -> StreamedRows | None:
+    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded.
+
+    `home` is the address below which its files lie.
+    """
     streamed = builder.as_streaming_dataset(split=split).decode(False)
     splits = builder.info.splits or {}
     is_folder = builder.name == "imagefolder"
@@ -4550,7 +4727,7 @@ def open_streamed(builder: Any, name: str, revision: str | None, split: str, pat
         lambda start: iter(streamed.skip(start) if start else streamed),
         features.arrow_schema,
         num_rows,
-        f"hf://datasets/{name}@{revision}/",
+        home,
         patience,
     )
 
@@ -4569,7 +4746,6 @@ def _is_packed(file: str) -> bool:
 
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Rows(Protocol):
@@ -4621,7 +4797,7 @@ def open_source(
     seed: int = 0,
     streaming: bool = False,
 ) -> Source:
-    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
+    """Open a Hub dataset id, an `hf://` address, a folder of images, parquet, or what `save_to_disk` wrote.
 
     `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
@@ -4633,16 +4809,17 @@ def open_source(
     path = Path(name).expanduser()
     is_local = path.exists()
     patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
-    if not is_local and not HUB_ID.fullmatch(name):
-        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
+    at = None if is_local else parse_hub_path(name, revision)
+    if not is_local and at is None:
+        raise UsageError(
+            f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
+        )
     try:
-        if is_local:
-            fingerprint, is_private, pinned = local_fingerprint(path), True, None
-        else:
-            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
-        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
-        found = _open_rows(wanted, patience)
-    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        hub = look_at(at) if at else None
+        fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
+        found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
+    except (*network_errors(), ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
+        # TypeError: what huggingface_hub 2.4 makes of a card that names files beside its bucket
         cause = error.__cause__ or error  # `datasets` wraps what says most
         raise UsageError(
             f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
@@ -4652,8 +4829,8 @@ def open_source(
     roots: tuple[Path, ...] = ()
     if is_local:
         roots = (path if path.is_dir() else path.parent,)
-    elif paths_are_ours:
-        roots = _hub_roots(name)
+    elif hub and paths_are_ours:
+        roots = _hub_roots(hub)
     return Source(
         name=name,
         split=split_name,
@@ -4723,23 +4900,15 @@ def local_fingerprint(path: Path) -> str:
     return f"files:{digest.hexdigest()[:32]}"
 
 
-def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
-    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
-    from huggingface_hub import HfApi
-
-    info = HfApi().dataset_info(repo_id, revision=revision)
-    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
-
-
-def _hub_roots(repo_id: str) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
+def _hub_roots(hub: HubInput) -> tuple[Path, ...]:
+    """Where `datasets` puts the files of a folder of images on the Hub; of a bucket only what was packed comes here."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return (
-        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
-        Path(datasets.config.EXTRACTED_DATASETS_PATH),
-    )
+    unpacked = Path(datasets.config.EXTRACTED_DATASETS_PATH)
+    if hub.at.is_bucket:
+        return (unpacked,)
+    return (Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}", unpacked)
 
 
 @dataclass(frozen=True)
@@ -4749,45 +4918,64 @@ class _Wanted:
     name: str
     config: str | None
     split: str | None
-    revision: str | None
-    is_local: bool
+    hub: HubInput | None
     streaming: bool
     shuffled: bool
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        """The arguments with which `datasets` opens it."""
+        return self.hub.loader if self.hub else {"path": self.name}
 
 
 def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
     """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
     import datasets
 
-    name, split, is_local = wanted.name, wanted.split, wanted.is_local
+    name, split, hub = wanted.name, wanted.split, wanted.hub
     path = Path(name)
-    if is_local and is_saved(path):
+    if hub is None and is_saved(path):
         saved, chosen = open_saved(path, split)
         return MappedRows(saved), chosen, False
-    if is_local and path.is_file():
+    if hub is None and path.is_file():
         if path.suffix.lower() not in {".parquet", ".pq"}:
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
         chosen = choose_split(["train"], split)
         return ParquetRows([name]), chosen, False
-    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
+    builder = datasets.load_dataset_builder(name=wanted.config, **wanted.loader)
     files = builder.config.data_files or {}
     chosen = choose_split([str(key) for key in files], split)
+    if hub:
+        hub.check_own(str(file) for file in files[chosen])
     if builder.name == "parquet":
         return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
-    if wanted.streaming and not is_local:
-        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
+    if hub and (wanted.streaming or hub.at.is_bucket):
+        streamed = _open_stream(builder, hub, chosen, wanted, patience)
         if streamed:
             return streamed, chosen, False
-        reason = (
-            "--shuffle reads it in another order"
-            if wanted.shuffled
-            else "how many rows it has stands nowhere, or it is packed"
-        )
-        say(f"{name} can't be streamed, for {reason}: downloading it")
-    if wanted.is_local:
+    if hub is None:
         _refuse_line_breaks(path)
-    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
+    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def _open_stream(builder: Any, hub: HubInput, split: str, wanted: _Wanted, patience: Patience) -> Rows | None:
+    """Open what is not parquet as a stream, where that can be done; else say that it is downloaded.
+
+    A folder of images in a bucket is streamed in any order: `datasets` would keep the files under other names.
+    """
+    of_bucket = hub.at.is_bucket and builder.name == "imagefolder"
+    if of_bucket or (wanted.streaming and not wanted.shuffled):
+        streamed = open_streamed(builder, f"{hub.at.root}/", split, patience)
+        if streamed:
+            return streamed
+    reason = (
+        "--shuffle reads it in another order"
+        if wanted.shuffled
+        else "how many rows it has stands nowhere, or it is packed"
+    )
+    say(f"{wanted.name} can't be streamed, for {reason}: downloading it")
+    return None
 
 
 def _refuse_line_breaks(folder: Path) -> None:

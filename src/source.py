@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .beside import embed_pictures
 from .errors import UsageError, network_errors
+from .hf_paths import HubInput, look_at, parse_hub_path
 from .parquet_rows import ParquetRows
 from .patience import Patience
 from .report import say
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Rows(Protocol):
@@ -80,7 +79,7 @@ def open_source(
     seed: int = 0,
     streaming: bool = False,
 ) -> Source:
-    """Open a Hub dataset id, a folder of images, a parquet file or folder, or a `save_to_disk` folder.
+    """Open a Hub dataset id, an `hf://` address, a folder of images, parquet, or what `save_to_disk` wrote.
 
     `streaming` says that a Hub dataset which is not parquet is to be streamed, where it can be, and not downloaded.
     Raises `UsageError` where the input, the configuration, the split or the column is not there: it lists what is.
@@ -92,16 +91,17 @@ def open_source(
     path = Path(name).expanduser()
     is_local = path.exists()
     patience = Patience(SOURCE_RETRY_S, LONGEST_SOURCE_PAUSE_S)
-    if not is_local and not HUB_ID.fullmatch(name):
-        raise UsageError(f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name)")
+    at = None if is_local else parse_hub_path(name, revision)
+    if not is_local and at is None:
+        raise UsageError(
+            f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
+        )
     try:
-        if is_local:
-            fingerprint, is_private, pinned = local_fingerprint(path), True, None
-        else:
-            fingerprint, is_private, pinned = hub_fingerprint(name, revision)
-        wanted = _Wanted(str(path) if is_local else name, config, split, pinned, is_local, streaming, shuffle)
-        found = _open_rows(wanted, patience)
-    except (*network_errors(), ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        hub = look_at(at) if at else None
+        fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
+        found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
+    except (*network_errors(), ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
+        # TypeError: what huggingface_hub 2.4 makes of a card that names files beside its bucket
         cause = error.__cause__ or error  # `datasets` wraps what says most
         raise UsageError(
             f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
@@ -111,8 +111,8 @@ def open_source(
     roots: tuple[Path, ...] = ()
     if is_local:
         roots = (path if path.is_dir() else path.parent,)
-    elif paths_are_ours:
-        roots = _hub_roots(name)
+    elif hub and paths_are_ours:
+        roots = _hub_roots(hub)
     return Source(
         name=name,
         split=split_name,
@@ -182,23 +182,15 @@ def local_fingerprint(path: Path) -> str:
     return f"files:{digest.hexdigest()[:32]}"
 
 
-def hub_fingerprint(repo_id: str, revision: str | None) -> tuple[str, bool, str]:
-    """Return (fingerprint, whether the dataset is private, commit) of a Hub dataset at `revision`."""
-    from huggingface_hub import HfApi
-
-    info = HfApi().dataset_info(repo_id, revision=revision)
-    return f"hub:{repo_id}@{info.sha}", bool(info.private), str(info.sha)
-
-
-def _hub_roots(repo_id: str) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a Hub dataset that is a folder of images."""
+def _hub_roots(hub: HubInput) -> tuple[Path, ...]:
+    """Where `datasets` puts the files of a folder of images on the Hub; of a bucket only what was packed comes here."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return (
-        Path(HF_HUB_CACHE) / f"datasets--{repo_id.replace('/', '--')}",
-        Path(datasets.config.EXTRACTED_DATASETS_PATH),
-    )
+    unpacked = Path(datasets.config.EXTRACTED_DATASETS_PATH)
+    if hub.at.is_bucket:
+        return (unpacked,)
+    return (Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}", unpacked)
 
 
 @dataclass(frozen=True)
@@ -208,45 +200,64 @@ class _Wanted:
     name: str
     config: str | None
     split: str | None
-    revision: str | None
-    is_local: bool
+    hub: HubInput | None
     streaming: bool
     shuffled: bool
+
+    @property
+    def loader(self) -> dict[str, Any]:
+        """The arguments with which `datasets` opens it."""
+        return self.hub.loader if self.hub else {"path": self.name}
 
 
 def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
     """Return (rows, split name, whether paths in the cells come from `datasets` itself and not from the data)."""
     import datasets
 
-    name, split, is_local = wanted.name, wanted.split, wanted.is_local
+    name, split, hub = wanted.name, wanted.split, wanted.hub
     path = Path(name)
-    if is_local and is_saved(path):
+    if hub is None and is_saved(path):
         saved, chosen = open_saved(path, split)
         return MappedRows(saved), chosen, False
-    if is_local and path.is_file():
+    if hub is None and path.is_file():
         if path.suffix.lower() not in {".parquet", ".pq"}:
             raise UsageError(f"input {name!r} is a file but not parquet; give a parquet file, or the folder it lies in")
         chosen = choose_split(["train"], split)
         return ParquetRows([name]), chosen, False
-    builder = datasets.load_dataset_builder(name, name=wanted.config, revision=wanted.revision)
+    builder = datasets.load_dataset_builder(name=wanted.config, **wanted.loader)
     files = builder.config.data_files or {}
     chosen = choose_split([str(key) for key in files], split)
+    if hub:
+        hub.check_own(str(file) for file in files[chosen])
     if builder.name == "parquet":
         return ParquetRows([str(file) for file in files[chosen]], builder.info.features, patience), chosen, False
-    if wanted.streaming and not is_local:
-        streamed = None if wanted.shuffled else open_streamed(builder, name, wanted.revision, chosen, patience)
+    if hub and (wanted.streaming or hub.at.is_bucket):
+        streamed = _open_stream(builder, hub, chosen, wanted, patience)
         if streamed:
             return streamed, chosen, False
-        reason = (
-            "--shuffle reads it in another order"
-            if wanted.shuffled
-            else "how many rows it has stands nowhere, or it is packed"
-        )
-        say(f"{name} can't be streamed, for {reason}: downloading it")
-    if wanted.is_local:
+    if hub is None:
         _refuse_line_breaks(path)
-    loaded = datasets.load_dataset(name, name=wanted.config, revision=wanted.revision, split=chosen)
+    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
+
+
+def _open_stream(builder: Any, hub: HubInput, split: str, wanted: _Wanted, patience: Patience) -> Rows | None:
+    """Open what is not parquet as a stream, where that can be done; else say that it is downloaded.
+
+    A folder of images in a bucket is streamed in any order: `datasets` would keep the files under other names.
+    """
+    of_bucket = hub.at.is_bucket and builder.name == "imagefolder"
+    if of_bucket or (wanted.streaming and not wanted.shuffled):
+        streamed = open_streamed(builder, f"{hub.at.root}/", split, patience)
+        if streamed:
+            return streamed
+    reason = (
+        "--shuffle reads it in another order"
+        if wanted.shuffled
+        else "how many rows it has stands nowhere, or it is packed"
+    )
+    say(f"{wanted.name} can't be streamed, for {reason}: downloading it")
+    return None
 
 
 def _refuse_line_breaks(folder: Path) -> None:

@@ -84,8 +84,11 @@ class StreamedRows:
             return {"bytes": file.read(), "path": address.rpartition("/")[2]}
 
 
-def open_streamed(builder: Any, name: str, revision: str | None, split: str, patience: Patience) -> StreamedRows | None:
-    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded."""
+def open_streamed(builder: Any, home: str, split: str, patience: Patience) -> StreamedRows | None:
+    """Open a Hub dataset as a stream; None where that, or its number of rows, needs all of it to be downloaded.
+
+    `home` is the address below which its files lie.
+    """
     streamed = builder.as_streaming_dataset(split=split).decode(False)
     splits = builder.info.splits or {}
     is_folder = builder.name == "imagefolder"
@@ -102,7 +105,7 @@ def open_streamed(builder: Any, name: str, revision: str | None, split: str, pat
         lambda start: iter(streamed.skip(start) if start else streamed),
         features.arrow_schema,
         num_rows,
-        f"hf://datasets/{name}@{revision}/",
+        home,
         patience,
     )
 

@@ -437,6 +437,6 @@ def test_what_is_streamed_has_a_known_number_of_rows(
     name: str, files: list[str], num_examples: int, rows_found: int | None
 ) -> None:
     builder = Builder(name, files, [{"id": number} for number in range(3)], num_examples)
-    rows = open_streamed(builder, "me/x", "1", "train", Patience(0.0))
+    rows = open_streamed(builder, "hf://datasets/me/x@1/", "train", Patience(0.0))
     assert (rows.num_rows if rows else None) == rows_found
     assert rows is None or ids(rows.read(range(1, 3))) == [1, 2]
