@@ -71,8 +71,14 @@ start() {
 # -- health
 
 ask /health --max-time 30
+if [ "$status" = 503 ]; then
+  # a router says so when one of its servers is gone, and goes on with the others
+  ask /readiness --max-time 30
+  [ "$status" = 200 ] && status=ready || status=503
+fi
 case $status in
   200) passed health "$url/health answers 200" ;;
+  ready) passed health "$url/readiness answers 200, /health 503: a router that misses a server" ;;
   404) passed health "no /health there (404): some routers have none" ;;
   503) failed health "$url/health answers 503: it is still loading, or its engine is dead: see its log" ;;
   *) failed health "$url/health answers $status: is it running, and is this its address?" ;;
