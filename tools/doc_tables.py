@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 Catalogue = Mapping[str, Any]
@@ -24,10 +25,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; columns that are empty throughout are left out."""
     cells = [[_cell(value) for value in row] for row in rows]
     kept = [column for column in range(len(header)) if any(row[column] for row in cells)]
-    lines = [[header[column] for column in kept], ["---"] * len(kept), *([row[c] for c in kept] for row in cells)]
-    return (
-        "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
-    )
+    head, *body = ["| " + " | ".join(row[column] for column in kept) + " |" for row in (header, *cells)]
+    return "\n".join([head, "|" + "---|" * len(kept), *body])
 
 
 def _cell(value: object) -> str:
@@ -115,38 +114,49 @@ def profiles(catalogue: Catalogue) -> str:
     return table(header, rows)
 
 
-def _of(families: Sequence[str], catalogue: Catalogue) -> str:
-    return "all" if len(families) == len(catalogue["models"]) else ", ".join(families)
+@dataclass
+class _Gathered:
+    """One value that several families have: which, how well it is known, and what is said of it."""
+
+    families: list[str] = field(default_factory=list)
+    evidence: dict[str, None] = field(default_factory=dict)  # a dict as a set that keeps its order
+    notes: dict[str, None] = field(default_factory=dict)
+
+
+def _gather(catalogue: Catalogue, name: str) -> dict[tuple[str, ...], _Gathered]:
+    """The values of a list of facts over all families, in the order of their first appearance."""
+    found: dict[tuple[str, ...], _Gathered] = {}
+    for family in catalogue["models"]:
+        for fact in family["facts"][name]:
+            value = fact["value"].values() if isinstance(fact["value"], dict) else fact["value"]
+            gathered = found.setdefault(tuple(value), _Gathered())
+            gathered.families.append(family["family"])
+            gathered.evidence[fact["evidence"]] = None
+            if "note" in fact:
+                gathered.notes[fact["note"]] = None
+    for gathered in found.values():
+        if len(gathered.families) == len(catalogue["models"]):
+            gathered.families = ["all"]
+    return found
 
 
 def serve_args(catalogue: Catalogue) -> str:
     """A flag of the profiles a row, with what it buys; one whose value differs between models stands once a value."""
-    found: dict[tuple[str, ...], tuple[list[str], Fact]] = {}
-    for family in catalogue["models"]:
-        for fact in family["facts"]["serve_args"]:
-            found.setdefault(tuple(fact["value"]), ([], fact))[0].append(family["family"])
     rows = [
         [
             _code(" ".join([flag, *(f"'{value}'" if value.startswith("{") else value for value in values)])),
-            _of(families, catalogue),
-            fact.get("note", ""),
-            fact["evidence"],
+            *(", ".join(it.families), "; ".join(it.notes), ", ".join(it.evidence)),
         ]
-        for (flag, *values), (families, fact) in found.items()
+        for (flag, *values), it in _gather(catalogue, "serve_args").items()
     ]
     return table(["flag", "models", "why", "evidence"], rows)
 
 
 def known_bad(catalogue: Catalogue) -> str:
     """An engine that is bad for some model a row."""
-    found: dict[tuple[str, str, str], tuple[list[str], Fact]] = {}
-    for family in catalogue["models"]:
-        for fact in family["facts"]["known_bad_engines"]:
-            key = tuple(fact["value"].values())
-            found.setdefault(key, ([], fact))[0].append(family["family"])
     rows = [
-        [vllm, transformers or "any", _of(families, catalogue), reason, fact["evidence"]]
-        for (vllm, transformers, reason), (families, fact) in found.items()
+        [vllm, transformers or "any", ", ".join(it.families), "; ".join([reason, *it.notes]), ", ".join(it.evidence)]
+        for (vllm, transformers, reason), it in _gather(catalogue, "known_bad_engines").items()
     ]
     return table(["vLLM", "transformers", "models", "what happens", "evidence"], rows)
 
