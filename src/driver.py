@@ -19,6 +19,7 @@ from .options import CommonOptions, option
 from .report import beside, progress_shown, say
 from .serve import Server, Wanted
 from .steering import Steering
+from .submission import Hosting
 from .supervise import Supervisor, Vigilance
 from .transport import IN_REQUEST
 from .trust import required
@@ -72,6 +73,14 @@ class DriverOptions(CommonOptions):
     keep_server: bool = option(
         False, "engine", "leave the server that we start running when the run has ended well, and say how to use it"
     )
+
+
+def driver_hosting(run: Run, options: DriverOptions, flavor: str) -> Hosting:
+    """Say what a driver script needs as a job: a GPU and the model's image, unless others serve the model."""
+    if options.server and not is_local(options.server):
+        return Hosting(None, "cpu-upgrade", "", needs_gpu=False, key_variables=(options.api_key_env,))
+    shape = "" if options.serve_command else "server"
+    return Hosting(run.profile.image, flavor, shape, needs_gpu=options.serve_command is None)
 
 
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:

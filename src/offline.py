@@ -54,6 +54,7 @@ from .errors import EngineError, JobError, UsageError
 from .flow import Job, count_cores, run_job
 from .interrupt import Interrupts
 from .job import Run, begin, engine_args, hosted_command, make_job
+from .jobs import hand_out, wants_jobs
 from .loops import repetition_field
 from .models import DEFAULT_MODEL_ID
 from .options import CommonOptions, make_parser, option, parse_options
@@ -62,10 +63,12 @@ from .question import Question, page_messages, page_sampling
 from .report import beside, progress_shown, say
 from .result import PageResult, result_of_answer
 from .startup import explanation
+from .submission import Hosting
 from .trust import Trust, check_canary, check_context, check_version, required
 from .window import Window, fixed_window
 
 SCRIPT = "lighton-ocr.py"
+FLAVOR = "l4x1"
 IMAGE = "vllm/vllm-openai:v0.32.0"
 OTHERWISE = "Against a running server, without a GPU: lighton-ocr-server.py --server URL"
 
@@ -99,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(parser, OfflineOptions, words)
     try:
         run = begin(SCRIPT, options, words)
+        if wants_jobs(options):
+            return hand_out(run, Hosting(IMAGE, FLAVOR, "offline"))
         trust = required(run.profile, run.question, options)
         if run.surely_asks():
             check_engine(run, trust)

@@ -39,12 +39,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .driver import DriverOptions, drive, wanted_server
+from .driver import DriverOptions, drive, driver_hosting, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError, UsageError
 from .flow import count_cores
 from .interrupt import Interrupts
 from .job import Run, begin, make_job
+from .jobs import hand_out, wants_jobs
 from .options import make_parser, option, parse_options
 from .report import say
 from .serve import Wanted, check_possible, running_server
@@ -53,6 +54,7 @@ from .window import Window
 from .window_rules import Bounds
 
 SCRIPT = "lighton-ocr3-saturate.py"
+FLAVOR = "a10g-large"
 FIRST_IN_FLIGHT = 8
 
 
@@ -80,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_bounds(options)
         run = begin(SCRIPT, options, words, streams=True)
+        if wants_jobs(options):
+            return hand_out(run, driver_hosting(run, options, FLAVOR))
         wanted = wanted_server(run, options)
         if run.surely_asks():
             check_possible(wanted)

@@ -40,12 +40,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .driver import DriverOptions, drive, wanted_server
+from .driver import DriverOptions, drive, driver_hosting, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError
 from .flow import count_cores
 from .interrupt import Interrupts
 from .job import Run, begin, make_job
+from .jobs import hand_out, wants_jobs
 from .models import DEFAULT_MODEL_ID
 from .options import make_parser, option, parse_options
 from .report import say
@@ -53,6 +54,7 @@ from .serve import Wanted, check_possible, running_server
 from .window import fixed_window
 
 SCRIPT = "lighton-ocr-server.py"
+FLAVOR = "l4x1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(parser, ServerOptions, words)
     try:
         run = begin(SCRIPT, options, words)
+        if wants_jobs(options):
+            return hand_out(run, driver_hosting(run, options, FLAVOR))
         wanted = wanted_server(run, options)
         if run.surely_asks():
             check_possible(wanted)

@@ -167,11 +167,9 @@ class JobsPlace:
     `check` refuses who may not act for a namespace; `files_of` gives the files of a bucket.
     """
 
-    def __init__(
-        self, check: Callable[[web.Request, str], None], files_of: Callable[[str], Mapping[str, bytes]]
-    ) -> None:
+    def __init__(self, check: Callable[[web.Request, str], None]) -> None:
         self._check = check
-        self._files_of = files_of
+        self.files_of: Callable[[str], Mapping[str, bytes]] = lambda bucket: {}
         self._refusal: tuple[int, str] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="hub-jobs-")
         self._threads: list[threading.Thread] = []
@@ -318,7 +316,7 @@ class JobsPlace:
         for number, volume in enumerate(job.spec.get("volumes") or []):
             mount, place = volume["mountPath"].rstrip("/") + "/", job.folder / f"volume-{number}"
             prefix = f"{volume['path']}/" if volume.get("path") else ""
-            _copy(self._files_of(volume["source"]), prefix, place)
+            _copy(self.files_of(volume["source"]), prefix, place)
             words = [f"{place}/{word.removeprefix(mount)}" if word.startswith(mount) else word for word in words]
         return words
 

@@ -40,7 +40,7 @@ class Routes:
         self.bytes_served: Counter[str] = Counter()
         self.faults = Faults()
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.jobs = JobsPlace(self._check_jobs, lambda bucket: {})
+        self.jobs = JobsPlace(self._check_jobs)
         self.tree_page_size = 1000
         self.multipart_from_bytes = 16 * 1024 * 1024
         self.multipart_chunk_bytes = 8 * 1024 * 1024

@@ -44,6 +44,7 @@ class HubServer:
         self.hub = Hub()
         self.routes = Routes(self.hub)
         self.buckets = Buckets(self.routes)
+        self.jobs.files_of = self.bucket_files
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
