@@ -454,6 +454,10 @@ class PublishError(JobError):
     """The blocks are all there, but the output could not be published. The same command publishes them."""
 
 
+class SubmitError(JobError):
+    """Not all jobs could be submitted. Those that were run on; the same command submits the rest."""
+
+
 def network_errors() -> tuple[type[Exception], ...]:
     """Return what calls to the Hub raise where the network or the Hub fails: httpx's own errors are no `OSError`."""
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]

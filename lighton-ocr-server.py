@@ -11,7 +11,9 @@
 # [tool.hf-jobs]
 # image = "vllm/vllm-openai:v0.22.1"
 # flavor = "l4x1"
+# timeout = "4h"
 # secrets = ["HF_TOKEN"]
+# env = { HF_HUB_DISABLE_PROGRESS_BARS = "1" }
 # ///
 """Read the pages of a dataset with LightOnOCR: `vllm serve` beside it, or any server that speaks its API.
 
@@ -105,12 +107,17 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   serve: The server: one that runs already, or `vllm serve` spawned here and ended with us.
 #   steering: Steering a run: twice a second the window is told what is seen, and each decision goes to the telemetry
 #       file.
+#   estimate: What a run as jobs will take: hours and dollars, from a speed that somebody measured, or none at all.
+#   submission: What `--jobs` submits: which shards, with which words, labels, variables and secrets.
 #   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 #   workers: Servers behind one address: a `vllm-router` names them, and their gauges count together.
 #   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 #   preflight: What is checked before any GPU time, so that a run which can't end well does not begin.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
 #       found.
+#   jobs_plan: What jobs have to do: what is left of the run, which of its jobs run already, on what machine, and for
+#       how long.
+#   jobs: `--jobs N`: the run submitted as N Hugging Face Jobs of this very script, each with its shard, or only shown.
 
 from __future__ import annotations
 
@@ -167,15 +174,15 @@ from collections.abc import (
 )
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from huggingface_hub import JobHardwareInfo
+    from huggingface_hub import HfApi, JobHardwareInfo, JobInfo
     from openai import AsyncOpenAI
     from PIL import Image
     from tqdm import tqdm
@@ -253,6 +260,10 @@ class SourceError(JobError):
 
 class PublishError(JobError):
     """The blocks are all there, but the output could not be published. The same command publishes them."""
+
+
+class SubmitError(JobError):
+    """Not all jobs could be submitted. Those that were run on; the same command submits the rest."""
 
 
 def network_errors() -> tuple[type[Exception], ...]:
@@ -5218,7 +5229,7 @@ class Flavor:
 
     def __str__(self) -> str:
         gpus = f"{self.gpus} x {self.gpu}, {self.vram_gb} GB" if self.gpu else "no GPU"
-        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:g} an hour)"
+        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:.2f} an hour)"
 
 
 FLAVORS = (
@@ -5862,7 +5873,7 @@ class Runner:
     ends_at: float | None = None
 
     def __str__(self) -> str:
-        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:g} an hour"
+        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:.2f} an hour"
         dated = f"{price}, prices of {self.prices_of}" if price and self.prices_of else price
         return ", ".join(word for word in (self.flavor, dated) if word)
 
@@ -7159,11 +7170,12 @@ def run_info(run: Run) -> dict[str, Any]:
 
 
 def hosted_command(run: Run, image: str, otherwise: str) -> str:
-    """Return how to run the same job on a hosted GPU, and `otherwise` what else could be done."""
+    """Return how to run the same on hosted GPUs, one or several, and `otherwise` what else could be done."""
     words = ["hf", "jobs", "uv", "run", "--image", image, "--flavor", "l4x1", "-s", "HF_TOKEN", "--timeout", "4h"]
     return (
         f"On a hosted GPU:\n\n    {shlex.join([*words, 'SCRIPT_URL', *run.argv])}\n\n"
         f"(SCRIPT_URL: the address of {run.script}, or its path here; input and output must be Hub datasets there.)\n"
+        "On several at once: this command with --jobs 4 (and --dry-run, to see first what that takes).\n"
         f"{otherwise}"
     )
 
@@ -8016,6 +8028,279 @@ def verdict(seconds_bound: dict[str, float]) -> str:
     return f"bounded by {words}; {ADVICE[shares[0][0]]}"
 
 
+# ---- estimate --------------------------------------------------------------------------------------------------------
+# What a run as jobs will take: hours and dollars, from a speed that somebody measured, or none at all.
+
+
+UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+TIMEOUT_WITHOUT_ESTIMATE_S = 4 * 3600
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Pages a second of one job, and who says so."""
+
+    pages_per_s: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time and money of a run as jobs. `pages` are those left to read, `longest_pages` those of the job with most."""
+
+    pages: int
+    longest_pages: int
+    jobs: int
+    speed: Speed
+    dollars_per_hour: float | None
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the job with most pages, without those in which the engine starts."""
+        return self.longest_pages / self.speed.pages_per_s
+
+    @property
+    def job_hours(self) -> float:
+        """Hours of all jobs together."""
+        return self.pages / self.speed.pages_per_s / 3600
+
+    @property
+    def dollars(self) -> float | None:
+        """What all jobs cost together."""
+        return None if self.dollars_per_hour is None else self.job_hours * self.dollars_per_hour
+
+    @property
+    def dollars_per_thousand_pages(self) -> float | None:
+        """What a thousand pages cost."""
+        return None if self.dollars_per_hour is None else self.dollars_per_hour / 3.6 / self.speed.pages_per_s
+
+    def __str__(self) -> str:
+        money = ""
+        if self.dollars is not None:
+            money = f", ${self.dollars:.2f} in all, ${self.dollars_per_thousand_pages:.2f} per 1,000 pages"
+        return (
+            f"estimate: {self.pages} pages at {self.speed.pages_per_s:g} pages/s a job ({self.speed.basis}): "
+            f"{duration(self.longest_s)} for the longest of {self.jobs}, {self.job_hours:.2f} job-hours{money}; "
+            "the minutes in which engines start are not counted"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures for programs (CONTRACT §4.2)."""
+        return {
+            "pages": self.pages,
+            "pages_per_second": self.speed.pages_per_s,
+            "basis": self.speed.basis,
+            "longest_job_seconds": round(self.longest_s, 1),
+            "job_hours": round(self.job_hours, 4),
+            "dollars_per_hour": self.dollars_per_hour,
+            "dollars": rounded_dollars(self.dollars),
+            "dollars_per_thousand_pages": rounded_dollars(self.dollars_per_thousand_pages),
+        }
+
+
+def speed_of(model_id: str, flavor: str, shape: str, pages_per_second: float | None) -> Speed | None:
+    """Return the user's figure, or the one on record for this very model, flavour and shape, or None."""
+    if pages_per_second is not None:
+        return Speed(pages_per_second, "--pages-per-second")
+    stored = measured_speed(model_id, flavor, shape)
+    return Speed(stored.pages_per_s, f"{stored.evidence}: {stored.conditions}") if stored else None
+
+
+def no_speed(model_id: str, flavor: str, shape: str) -> str:
+    """Say that no estimate is made, and what is on record."""
+    elsewhere = "; ".join(f"on {row.flavor} {row}" for row in measured_elsewhere(model_id, shape))
+    return (
+        f"no estimate: no speed of {model_id} on {flavor} is on record, and none is invented; give --pages-per-second, "
+        f"for instance of a run with --max-samples 500{f' (on record: {elsewhere})' if elsewhere else ''}"
+    )
+
+
+def timeout_for(estimate: Estimate | None) -> int:
+    """Return after how many seconds to stop a job: half again what it needs and half an hour, in full hours."""
+    if estimate is None:
+        return TIMEOUT_WITHOUT_ESTIMATE_S
+    return 3600 * math.ceil((1.5 * estimate.longest_s + 1800) / 3600)
+
+
+def read_timeout(text: str) -> int:
+    """Return the seconds of a time as `hf jobs` takes it: 5400, 90m, 4h, 2d."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    seconds = int(float(found[1]) * UNIT_S[found[2] or "s"]) if found else 0
+    if seconds < 1:
+        raise UsageError(f"--timeout {text!r} is no time; give it as 90m, 4h or 2d")
+    return seconds
+
+
+def timeout_words(seconds: int) -> str:
+    """Return the seconds as people type them: 4h, 90m."""
+    for unit in ("h", "m"):
+        if seconds % UNIT_S[unit] == 0:
+            return f"{seconds // UNIT_S[unit]}{unit}"
+    return f"{seconds}s"
+
+
+# ---- submission ------------------------------------------------------------------------------------------------------
+# What `--jobs` submits: which shards, with which words, labels, variables and secrets. Nothing is sent from here.
+
+
+JOBS_GROUP = "jobs"
+DEFAULT_ATTEMPTS = 3
+LONGEST_LABEL = 100
+TRAVEL = ("--canary-page", "--canary-text")  # options whose files are meant to come along
+READ_AS_FILES = (".py", ".sh", ".yaml", ".yml", ".toml")  # `run_uv_job` insists that such words are files here
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """What a script knows of itself as a job. `shape` is "server" or "offline", "" where no stored speed fits.
+
+    `image` is None where the plain one of `uv` will do. `key_variables` name secrets beside the token.
+    """
+
+    image: str | None
+    flavor: str
+    shape: str
+    needs_gpu: bool = True
+    key_variables: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One job: its shard, the pages that are left in it, and the words after the script."""
+
+    index: int
+    count: int
+    pages: int
+    words: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The shard, as a label says it."""
+        return f"{self.index}-of-{self.count}"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """All that is submitted. `secrets` are values, never shown; `jobs` are neither done nor among the `running`."""
+
+    script: Path
+    name: str
+    image: str | None
+    flavor: Flavor
+    timeout_s: int
+    attempts: int
+    namespace: str | None
+    labels: Mapping[str, str]
+    secrets: Mapping[str, str]
+    shape: str
+    jobs: tuple[ShardJob, ...]
+    running: Mapping[int, JobInfo]  # by shard
+    estimate: Estimate | None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a job is told about itself: its flavour, and when it is stopped; bars would fill its log."""
+        return {
+            FLAVOR_VARIABLE: self.flavor.name,
+            TIMEOUT_VARIABLE: str(self.timeout_s),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+
+    def labels_of(self, job: ShardJob) -> dict[str, str]:
+        """Return the labels of one job."""
+        return {**self.labels, "shard": job.label}
+
+    def lines(self) -> list[str]:
+        """Say to people what is submitted."""
+        return [
+            f"{plural(len(self.jobs), 'job')} named {self.name}, image {self.image or 'of uv'}, on {self.flavor}",
+            f"each is stopped after {timeout_words(self.timeout_s)} and started {self.attempts} times at most; "
+            f"secrets: {', '.join(self.secrets) or 'none'}",
+            f"labels: {', '.join(f'{key}={value}' for key, value in self.labels.items())}",
+            *(
+                f"  shard {job.index} of {job.count}, {job.pages} pages: "
+                f"{shlex.join(['uv', 'run', self.script.name, *job.words])}"
+                for job in self.jobs
+            ),
+        ]
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 job`, `4 jobs`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def own_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the user's words without the options of --jobs: those before `--`, and those from there on."""
+    words = list(argv)
+    place = words.index("--") if "--" in words else len(words)
+    own = iter(words[:place])
+    kinds = {f"--{item.name.replace('_', '-')}": item.type for item in _jobs_options()}
+    kept: list[str] = []
+    for word in own:
+        flag, equals, _ = word.partition("=")
+        if flag not in kinds:
+            kept.append(word)
+        elif not equals and kinds[flag] != "bool":
+            next(own, None)  # its value
+    return kept, words[place:]
+
+
+def stray_options(options: CommonOptions) -> list[str]:
+    """Return the options that were given and mean nothing without --jobs."""
+    given = [item.name for item in _jobs_options() if item.name != "jobs" and getattr(options, item.name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def _jobs_options() -> list[Field[Any]]:
+    return [item for item in fields(CommonOptions) if item.metadata.get("group") == JOBS_GROUP]
+
+
+def words_of_shard(argv: Sequence[str], index: int, count: int) -> tuple[str, ...]:
+    """Return the words of one job: the user's own, and which shard it is."""
+    own, rest = own_words(argv)
+    shard = ["--num-shards", str(count), "--shard-index", str(index)] if count > 1 else []
+    return (*own, *shard, *rest)
+
+
+def check_words(words: Sequence[str], here: Path) -> None:
+    """Refuse words that `run_uv_job` would take for files: it uploads them, and puts other paths in their place."""
+    before = ""
+    for word in words:
+        is_file = _is_file(here / word)
+        if is_file and before not in TRAVEL:
+            raise UsageError(
+                f"--jobs: {word!r} is also a file here, and would be uploaded and replaced by its path there; "
+                f"run the command from another folder, or write {before or '--option'}={word}"
+            )
+        if not is_file and PurePath(word).suffix in READ_AS_FILES:
+            raise UsageError(
+                f"--jobs: {word!r} looks like a file, and there is none: a job has only the script itself and the "
+                "files of --canary-page and --canary-text; leave it out, or start that job with `hf jobs uv run`"
+            )
+        before = word
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a word longer than the name of a file may be
+        raise UsageError(
+            f"--jobs: {path.name[:40]!r}… can't be handed to a job: {error.strerror}; leave it out, or make it shorter"
+        ) from error
+
+
+def job_name(script: str, words: Sequence[str], count: int) -> str:
+    """Name a command's jobs: the same for the same command, so that those that run are found again."""
+    digest = hashlib.sha256("\0".join([script, str(count), *words]).encode()).hexdigest()[:8]
+    return f"{label_text(PurePath(script).stem)}-{digest}"
+
+
+def label_text(text: str) -> str:
+    """Return the text as a label may hold it: letters, digits, dashes and underscores, a hundred at most."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:LONGEST_LABEL]
+
+
 # ---- supervise -------------------------------------------------------------------------------------------------------
 # The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 #
@@ -8339,6 +8624,14 @@ class DriverOptions(CommonOptions):
     )
 
 
+def driver_hosting(run: Run, options: DriverOptions, flavor: str) -> Hosting:
+    """Say what a driver script needs as a job: a GPU and the model's image, unless others serve the model."""
+    if options.server and not is_local(options.server):
+        return Hosting(None, "cpu-upgrade", "", needs_gpu=False, key_variables=(options.api_key_env,))
+    shape = "" if options.serve_command else "server"
+    return Hosting(run.profile.image, flavor, shape, needs_gpu=options.serve_command is None)
+
+
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
@@ -8443,7 +8736,8 @@ def preflight(run: Run) -> None:
         results_only=run.way.results_only,
         extras=extra_columns(options),
     )
-    check_token(run.output)
+    if not _only_looks(run):
+        check_token(run.output)
     run.opened = Opened(source, plan, blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
@@ -8461,6 +8755,13 @@ def preflight(run: Run) -> None:
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
         )
     say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
+
+
+def _only_looks(run: Run) -> bool:
+    """Whether this is only a look at what a run would take, which needs no token."""
+    from huggingface_hub import get_token
+
+    return run.options.dry_run and get_token() is None
 
 
 def check_token(output: Output) -> None:
@@ -8652,11 +8953,356 @@ def say_end(run: Run, code: int, message: str) -> None:
     say_to_programs(outcome.json_line())
 
 
+# ---- jobs_plan -------------------------------------------------------------------------------------------------------
+# What jobs have to do: what is left of the run, which of its jobs run already, on what machine, and for how long.
+
+
+LIVE = ["RUNNING", "SCHEDULING"]
+REFUSALS = {
+    401: "the token does not work: set HF_TOKEN, or `hf auth login`",
+    402: "jobs are paid in advance: add credit, or take another --flavor",
+    403: "the token, or the account, may not run jobs there: take one that may, or --jobs-namespace ORGANISATION",
+}
+
+
+def check_possible_there(run: Run) -> None:
+    """Refuse what a job could not read or write: it sees the Hub, and nothing of this machine."""
+    name = run.options.input
+    if Path(name).expanduser().exists():
+        raise UsageError(
+            f"--jobs: the input {name!r} is here, where no job can read it; upload it first, "
+            f"`hf upload NAMESPACE/NAME {shlex.quote(name)} --repo-type dataset`, and give that name as the input"
+        )
+    if run.output.repo_id is None:
+        raise UsageError(
+            f"--jobs: the output {str(run.output)!r} is a folder, and a job's disk goes with the job; "
+            "name a Hub dataset, NAMESPACE/NAME"
+        )
+    if not Path(sys.argv[0]).is_file():
+        raise UsageError(f"--jobs: the script must be a file to be submitted, and {sys.argv[0]!r} is none")
+    own, rest = own_words(run.argv)
+    check_words([*own, *rest], Path.cwd())
+
+
+def plan_submission(run: Run, hosting: Hosting) -> Submission:
+    """Find out what is left for jobs to do, on what, for how long, and what that costs."""
+    options = run.options
+    count = options.jobs or 1
+    own, rest = own_words(run.argv)
+    name = job_name(run.script, [*own, *rest], count)
+    labels = {
+        "script": label_text(Path(run.script).stem),
+        "model": label_text(options.model),
+        "output": label_text(str(run.output)),
+        "split": label_text(str(run.at.plan.target)),
+    }
+    namespace = find_namespace(options.jobs_namespace)
+    running = running_jobs(name, labels, namespace) if namespace else {}
+    jobs = tuple(job for job in shard_jobs(run, count) if job.index not in running)
+    prices = read_price_list()
+    flavor = choose_flavor(prices, options.flavor or hosting.flavor, hosting)
+    estimate = make_estimate(run, hosting, flavor, jobs)
+    return Submission(
+        script=Path(sys.argv[0]),
+        name=name,
+        image=hosting.image,
+        flavor=flavor,
+        timeout_s=read_timeout(options.timeout) if options.timeout else timeout_for(estimate),
+        attempts=options.attempts or DEFAULT_ATTEMPTS,
+        namespace=namespace,
+        labels=labels,
+        secrets=_secrets(hosting),
+        shape=hosting.shape,
+        jobs=jobs,
+        running=running,
+        estimate=estimate,
+    )
+
+
+def shard_jobs(run: Run, count: int) -> list[ShardJob]:
+    """Return a job for each shard that has pages left to read."""
+    found: list[ShardJob] = []
+    for index in range(count):
+        run.way = replace(run.way, shard=Shard(index, count))
+        missing = set(run.todo()) - run.at.blocks.closed()
+        pages = sum(len(run.at.plan.positions(number)) for number in missing) + run.rows_again
+        if pages or missing:
+            found.append(ShardJob(index, count, pages, words_of_shard(run.argv, index, count)))
+    run.way = replace(run.way, shard=WHOLE)
+    return found
+
+
+def find_namespace(given: str | None) -> str | None:
+    """Return for whom the jobs run: as the user says, or the token's user; None without a token."""
+    from huggingface_hub import HfApi
+
+    if not hub_token():
+        return None
+    try:
+        return given or str(HfApi().whoami()["name"])
+    except network_errors() as error:
+        raise UsageError(f"the Hub does not say whose the token is: {refusal(error)}") from error
+
+
+def running_jobs(name: str, labels: dict[str, str], namespace: str) -> dict[int, JobInfo]:
+    """Return the jobs of this command that run already, by shard; refuse to meddle with those of another one."""
+    from huggingface_hub import HfApi
+
+    wanted = {key: labels[key] for key in ("output", "split")}
+    try:
+        live = list(HfApi().list_jobs(status=list(LIVE), labels=wanted, namespace=namespace))
+    except network_errors() as error:
+        raise UsageError(f"the jobs that run already can't be listed: {refusal(error)}") from error
+    others = [info for info in live if (info.labels or {}).get("name") != name]
+    if others:
+        raise UsageError(
+            f"{plural(len(others), 'job')} of another command write to this output now; wait for them, "
+            f"`hf jobs wait {references(others)}`, or cancel them, `hf jobs cancel …`"
+        )
+    return {int((info.labels or {})["shard"].partition("-")[0]): info for info in live}
+
+
+def choose_flavor(prices: PriceList, name: str, hosting: Hosting) -> Flavor:
+    """Return the flavour of this name; refuse one that is not offered, or has no GPU where one is needed."""
+    flavor = prices.find(name)
+    if flavor is None:
+        names = ", ".join(flavor.name for flavor in prices.flavors if flavor.gpu or not hosting.needs_gpu)
+        raise UsageError(f"--flavor {name!r} is not offered; there are {names} (`hf jobs hardware`)")
+    if hosting.needs_gpu and not flavor.gpu:
+        raise UsageError(f"--flavor {name!r} has no GPU, and the engine needs one; see `hf jobs hardware`")
+    return flavor
+
+
+def make_estimate(run: Run, hosting: Hosting, flavor: Flavor, jobs: Sequence[ShardJob]) -> Estimate | None:
+    """Return what the jobs will take, or None where nobody has measured that."""
+    speed = speed_of(run.options.model, flavor.name, hosting.shape, run.options.pages_per_second)
+    if speed is None or not jobs:
+        return None
+    pages = [job.pages for job in jobs]
+    return Estimate(sum(pages), max(pages), len(jobs), speed, flavor.dollars_per_hour)
+
+
+def hub_token() -> str | None:
+    """Return the token of this machine, if there is one."""
+    from huggingface_hub import get_token
+
+    token: str | None = get_token()
+    return token
+
+
+def _secrets(hosting: Hosting) -> dict[str, str]:
+    values = {"HF_TOKEN": hub_token(), **{name: os.environ.get(name) for name in hosting.key_variables}}
+    return {name: value for name, value in values.items() if value}
+
+
+def refusal(error: Exception) -> str:
+    """Say why the Hub refused, and what to do about it."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    advice = REFUSALS.get(status or 0)
+    told = getattr(error, "server_message", None) or str(error).strip().splitlines()[0]
+    words = f"{type(error).__name__}{f' {status}' if status else ''}: {told}"
+    return f"{words} ({advice})" if advice else words
+
+
+def reference(info: JobInfo) -> str:
+    """Name a job as the commands of `hf jobs` take it, whoever's it is."""
+    return f"{info.owner.name}/{info.id}"
+
+
+def references(infos: Sequence[JobInfo]) -> str:
+    """Name several jobs."""
+    return " ".join(reference(info) for info in infos)
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+# `--jobs N`: the run submitted as N Hugging Face Jobs of this very script, each with its shard, or only shown.
+#
+# What is left to do is looked up first, so that the same command given again submits what is missing: shards whose
+# blocks are all there and shards whose job runs still are left alone.
+
+
+@dataclass
+class Handout:
+    """What became of a command with --jobs, for its last words."""
+
+    run: Run
+    submission: Submission | None = None
+    started: dict[int, JobInfo] = field(default_factory=dict)  # by shard
+
+    def json_line(self, exit_code: int, message: str) -> str:
+        """Return the JSON line; its keys are frozen (CONTRACT §4.2)."""
+        run, order = self.run, self.submission
+        opened = run.opened
+        return json.dumps(
+            {
+                "version": 1,
+                "exit_code": exit_code,
+                "message": message,
+                "input": run.options.input,
+                "output": str(run.output),
+                "split": opened.source.split if opened else None,
+                "model": run.options.model,
+                "rows": opened.plan.num_rows if opened else 0,
+                "dry_run": run.options.dry_run,
+                "name": order.name if order else None,
+                "image": order.image if order else None,
+                "flavor": order.flavor.name if order else None,
+                "timeout_seconds": order.timeout_s if order else None,
+                "attempts": order.attempts if order else None,
+                "jobs": [self._entry(job) for job in order.jobs] if order else [],
+                "running": [_described(index, info) for index, info in sorted(order.running.items())] if order else [],
+                "estimate": order.estimate.as_json() if order and order.estimate else None,
+            }
+        )
+
+    def _entry(self, job: ShardJob) -> dict[str, Any]:
+        return {**_described(job.index, self.started.get(job.index)), "pages": job.pages, "arguments": list(job.words)}
+
+
+def _described(index: int, info: JobInfo | None) -> dict[str, Any]:
+    return {"shard": index, "id": reference(info) if info else None, "url": info.url if info else None}
+
+
+def wants_jobs(options: CommonOptions) -> bool:
+    """Whether the run is to be submitted as jobs; `UsageError` where its options do not fit that."""
+    if options.jobs is None:
+        stray = stray_options(options)
+        if stray:
+            raise UsageError(f"{', '.join(stray)}: of no use without --jobs N; give it too, or leave them out")
+        return False
+    if options.num_shards is not None or options.shard_index is not None:
+        raise UsageError("--jobs gives each job its --num-shards and --shard-index; leave them out")
+    if options.finish:
+        raise UsageError("--finish asks no engine and needs no job; give it without --jobs")
+    if options.overwrite:
+        raise UsageError(
+            "--overwrite in a job would start anew whenever the job is started again; choose another output or "
+            "--output-config, or remove the old blocks first"
+        )
+    return True
+
+
+def hand_out(run: Run, hosting: Hosting) -> int:
+    """Submit the run as jobs, or show what would be; say so to people and to programs, and return the exit code."""
+    handout, message, code = Handout(run), "done", 0
+    run.way = replace(run.way, shard=WHOLE)
+    try:
+        check_possible_there(run)
+        preflight(run)
+        handout.submission = plan_submission(run, hosting)
+        show(handout)
+        if not run.options.dry_run:
+            submit(handout)
+    except KeyboardInterrupt:
+        message, code = f"interrupted; {_what_runs(handout)}", 130
+    except JobError as error:
+        message, code = str(error), error.exit_code
+    if code:
+        say(f"{run.script}: {message}")
+    say_to_programs(handout.json_line(code, message))
+    return code
+
+
+def show(handout: Handout) -> None:
+    """Say to people what is submitted, what it takes, and what of it may not do."""
+    order, options = handout.submission, handout.run.options
+    assert order is not None
+    for index, info in sorted(order.running.items()):
+        say(f"shard {index} runs already and is left alone: {reference(info)}")
+    if not order.jobs:
+        return
+    for line in order.lines():
+        say(line)
+    if order.estimate is None:
+        say(no_speed(options.model, order.flavor.name, order.shape))
+    else:
+        say(str(order.estimate))
+        if order.estimate.longest_s > order.timeout_s:
+            say(
+                f"--timeout {timeout_words(order.timeout_s)} is too short for {duration(order.estimate.longest_s)} a "
+                f"job: --timeout {timeout_words(timeout_for(order.estimate))} would do, or more jobs. What is done "
+                "by then is kept, and the same command goes on"
+            )
+    if order.flavor.gpus > 1 and not any("parallel-size" in word for word in options.vllm_args):
+        say(f"{order.flavor.name} has {order.flavor.gpus} GPUs, of which the engine uses one unless it is told to")
+
+
+def submit(handout: Handout) -> None:
+    """Submit the jobs, one after the other, and say how to follow them."""
+    from huggingface_hub import HfApi
+
+    order = handout.submission
+    assert order is not None
+    api = HfApi()
+    failures: tuple[type[Exception], ...] = (*network_errors(), ValueError)
+    for job in order.jobs:
+        try:
+            info = _submit_one(api, order, job)
+        except failures as error:
+            raise SubmitError(
+                f"shard {job.index} was not submitted: {refusal(error)}. {_what_runs(handout)}"
+            ) from error
+        handout.started[job.index] = info
+        say(f"shard {job.index} of {job.count}: {reference(info)} {info.url}")
+    infos = {**order.running, **handout.started}
+    if not infos:
+        say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
+        return
+    refs = references(list(infos.values()))
+    namespace = handout.run.options.jobs_namespace
+    where = f" --namespace {namespace}" if namespace else ""
+    say(
+        f"follow one:  hf jobs logs -f {reference(next(iter(infos.values())))}\n"
+        f"see all:     hf jobs ps --all --name {order.name}{where}\n"
+        f"wait:        hf jobs wait {refs}\n"
+        f"stop one:    hf jobs cancel {reference(next(iter(infos.values())))}\n"
+        "go on:       this command again: jobs that run are left alone, pages that are done are not asked again"
+    )
+
+
+def _submit_one(api: HfApi, order: Submission, job: ShardJob) -> JobInfo:
+    with contextlib.redirect_stdout(sys.stderr), _without_experimental_warning():  # stdout is for the JSON line
+        info: JobInfo = api.run_uv_job(
+            str(order.script),
+            script_args=list(job.words),
+            image=order.image,
+            env=order.environment,
+            secrets=dict(order.secrets),
+            flavor=order.flavor.name,
+            timeout=order.timeout_s,
+            attempts=order.attempts,
+            name=order.name,
+            labels=order.labels_of(job),
+            namespace=order.namespace,
+        )
+    return info
+
+
+@contextlib.contextmanager
+def _without_experimental_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*experimental.*")
+        yield
+
+
+def _what_runs(handout: Handout) -> str:
+    """Say which jobs of the command run now, and what can be done."""
+    running = handout.submission.running if handout.submission else {}
+    infos = [*running.values(), *handout.started.values()]
+    if not infos:
+        return "No job runs; the same command submits them"
+    return (
+        f"These run: {references(infos)}. The same command submits the rest and leaves them alone; "
+        f"`hf jobs cancel {reference(infos[0])}` ends one"
+    )
+
+
 # ---- server ----------------------------------------------------------------------------------------------------------
 # The script itself.
 
 
 SCRIPT = "lighton-ocr-server.py"
+FLAVOR = "l4x1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8678,6 +9324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(parser, ServerOptions, words)
     try:
         run = begin(SCRIPT, options, words)
+        if wants_jobs(options):
+            return hand_out(run, driver_hosting(run, options, FLAVOR))
         wanted = wanted_server(run, options)
         if run.surely_asks():
             check_possible(wanted)

@@ -64,7 +64,7 @@ class Estimate:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for programs (CONTRACT §4)."""
+        """Return the figures for programs (CONTRACT §4.2)."""
         return {
             "pages": self.pages,
             "pages_per_second": self.speed.pages_per_s,

@@ -26,7 +26,7 @@ class Flavor:
 
     def __str__(self) -> str:
         gpus = f"{self.gpus} x {self.gpu}, {self.vram_gb} GB" if self.gpu else "no GPU"
-        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:g} an hour)"
+        return f"{self.name} ({gpus}; {self.vcpus} vCPU, {self.ram_gb} GB; ${self.dollars_per_hour:.2f} an hour)"
 
 
 FLAVORS = (

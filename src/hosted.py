@@ -28,7 +28,7 @@ class Runner:
     ends_at: float | None = None
 
     def __str__(self) -> str:
-        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:g} an hour"
+        price = "" if self.dollars_per_hour is None else f"${self.dollars_per_hour:.2f} an hour"
         dated = f"{price}, prices of {self.prices_of}" if price and self.prices_of else price
         return ", ".join(word for word in (self.flavor, dated) if word)
 

@@ -218,11 +218,12 @@ def run_info(run: Run) -> dict[str, Any]:
 
 
 def hosted_command(run: Run, image: str, otherwise: str) -> str:
-    """Return how to run the same job on a hosted GPU, and `otherwise` what else could be done."""
+    """Return how to run the same on hosted GPUs, one or several, and `otherwise` what else could be done."""
     words = ["hf", "jobs", "uv", "run", "--image", image, "--flavor", "l4x1", "-s", "HF_TOKEN", "--timeout", "4h"]
     return (
         f"On a hosted GPU:\n\n    {shlex.join([*words, 'SCRIPT_URL', *run.argv])}\n\n"
         f"(SCRIPT_URL: the address of {run.script}, or its path here; input and output must be Hub datasets there.)\n"
+        "On several at once: this command with --jobs 4 (and --dry-run, to see first what that takes).\n"
         f"{otherwise}"
     )
 

@@ -37,7 +37,7 @@ class Handout:
     started: dict[int, JobInfo] = field(default_factory=dict)  # by shard
 
     def json_line(self, exit_code: int, message: str) -> str:
-        """Return the JSON line; its keys are frozen (CONTRACT §4.3)."""
+        """Return the JSON line; its keys are frozen (CONTRACT §4.2)."""
         run, order = self.run, self.submission
         opened = run.opened
         return json.dumps(
@@ -156,7 +156,8 @@ def submit(handout: Handout) -> None:
         say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
         return
     refs = references(list(infos.values()))
-    where = f" --namespace {order.namespace}" if order.namespace else ""
+    namespace = handout.run.options.jobs_namespace
+    where = f" --namespace {namespace}" if namespace else ""
     say(
         f"follow one:  hf jobs logs -f {reference(next(iter(infos.values())))}\n"
         f"see all:     hf jobs ps --all --name {order.name}{where}\n"

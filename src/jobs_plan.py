@@ -25,6 +25,7 @@ from .submission import (
     job_name,
     label_text,
     own_words,
+    plural,
     words_of_shard,
 )
 
@@ -70,7 +71,8 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
         "output": label_text(str(run.output)),
         "split": label_text(str(run.at.plan.target)),
     }
-    running = running_jobs(name, labels, options.jobs_namespace) if hub_token() else {}
+    namespace = find_namespace(options.jobs_namespace)
+    running = running_jobs(name, labels, namespace) if namespace else {}
     jobs = tuple(job for job in shard_jobs(run, count) if job.index not in running)
     prices = read_price_list()
     flavor = choose_flavor(prices, options.flavor or hosting.flavor, hosting)
@@ -82,7 +84,7 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
         flavor=flavor,
         timeout_s=read_timeout(options.timeout) if options.timeout else timeout_for(estimate),
         attempts=options.attempts or DEFAULT_ATTEMPTS,
-        namespace=options.jobs_namespace,
+        namespace=namespace,
         labels=labels,
         secrets=_secrets(hosting),
         shape=hosting.shape,
@@ -105,7 +107,19 @@ def shard_jobs(run: Run, count: int) -> list[ShardJob]:
     return found
 
 
-def running_jobs(name: str, labels: dict[str, str], namespace: str | None) -> dict[int, JobInfo]:
+def find_namespace(given: str | None) -> str | None:
+    """Return for whom the jobs run: as the user says, or the token's user; None without a token."""
+    from huggingface_hub import HfApi
+
+    if not hub_token():
+        return None
+    try:
+        return given or str(HfApi().whoami()["name"])
+    except network_errors() as error:
+        raise UsageError(f"the Hub does not say whose the token is: {refusal(error)}") from error
+
+
+def running_jobs(name: str, labels: dict[str, str], namespace: str) -> dict[int, JobInfo]:
     """Return the jobs of this command that run already, by shard; refuse to meddle with those of another one."""
     from huggingface_hub import HfApi
 
@@ -117,8 +131,8 @@ def running_jobs(name: str, labels: dict[str, str], namespace: str | None) -> di
     others = [info for info in live if (info.labels or {}).get("name") != name]
     if others:
         raise UsageError(
-            f"{len(others)} jobs of another command write to this output now: {references(others)}; wait for them "
-            f"(`hf jobs wait {references(others)}`), or cancel them (`hf jobs cancel …`)"
+            f"{plural(len(others), 'job')} of another command write to this output now; wait for them, "
+            f"`hf jobs wait {references(others)}`, or cancel them, `hf jobs cancel …`"
         )
     return {int((info.labels or {})["shard"].partition("-")[0]): info for info in live}
 
@@ -160,7 +174,8 @@ def refusal(error: Exception) -> str:
     """Say why the Hub refused, and what to do about it."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     advice = REFUSALS.get(status or 0)
-    words = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    told = getattr(error, "server_message", None) or str(error).strip().splitlines()[0]
+    words = f"{type(error).__name__}{f' {status}' if status else ''}: {told}"
     return f"{words} ({advice})" if advice else words
 
 

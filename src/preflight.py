@@ -35,7 +35,8 @@ def preflight(run: Run) -> None:
         results_only=run.way.results_only,
         extras=extra_columns(options),
     )
-    check_token(run.output)
+    if not _only_looks(run):
+        check_token(run.output)
     run.opened = Opened(source, plan, blocks_of(run, source, plan))
     settings = run_settings(run)
     if not options.overwrite:
@@ -53,6 +54,13 @@ def preflight(run: Run) -> None:
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
         )
     say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
+
+
+def _only_looks(run: Run) -> bool:
+    """Whether this is only a look at what a run would take, which needs no token."""
+    from huggingface_hub import get_token
+
+    return run.options.dry_run and get_token() is None
 
 
 def check_token(output: Output) -> None:

@@ -11,7 +11,9 @@
 # [tool.hf-jobs]
 # image = "vllm/vllm-openai:v0.30.0"
 # flavor = "a10g-large"
+# timeout = "12h"
 # secrets = ["HF_TOKEN"]
+# env = { HF_HUB_DISABLE_PROGRESS_BARS = "1" }
 # ///
 """Read millions of pages with LightOnOCR: a server kept full, blocks streamed in and out, stopped and resumed anywhere.
 

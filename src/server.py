@@ -11,7 +11,9 @@
 # [tool.hf-jobs]
 # image = "vllm/vllm-openai:v0.22.1"
 # flavor = "l4x1"
+# timeout = "4h"
 # secrets = ["HF_TOKEN"]
+# env = { HF_HUB_DISABLE_PROGRESS_BARS = "1" }
 # ///
 """Read the pages of a dataset with LightOnOCR: `vllm serve` beside it, or any server that speaks its API.
 

@@ -75,8 +75,12 @@ class Submission:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a job is told about itself: its flavour, and when it is stopped."""
-        return {FLAVOR_VARIABLE: self.flavor.name, TIMEOUT_VARIABLE: str(self.timeout_s)}
+        """What a job is told about itself: its flavour, and when it is stopped; bars would fill its log."""
+        return {
+            FLAVOR_VARIABLE: self.flavor.name,
+            TIMEOUT_VARIABLE: str(self.timeout_s),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
 
     def labels_of(self, job: ShardJob) -> dict[str, str]:
         """Return the labels of one job."""
@@ -85,7 +89,7 @@ class Submission:
     def lines(self) -> list[str]:
         """Say to people what is submitted."""
         return [
-            f"{len(self.jobs)} jobs named {self.name}, image {self.image or 'of uv'}, on {self.flavor}",
+            f"{plural(len(self.jobs), 'job')} named {self.name}, image {self.image or 'of uv'}, on {self.flavor}",
             f"each is stopped after {timeout_words(self.timeout_s)} and started {self.attempts} times at most; "
             f"secrets: {', '.join(self.secrets) or 'none'}",
             f"labels: {', '.join(f'{key}={value}' for key, value in self.labels.items())}",
@@ -95,6 +99,11 @@ class Submission:
                 for job in self.jobs
             ),
         ]
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 job`, `4 jobs`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def own_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -158,7 +158,7 @@ def test_else_cores_memory_and_gpus_tell(here: HubServer, monkeypatch: pytest.Mo
 def test_a_hub_that_is_away_leaves_the_stored_prices_with_their_date() -> None:
     found = find_runner({"JOB_ID": "x", "ACCELERATOR": "l4x1"}, None, 0.0)
     assert (found.dollars_per_hour, found.prices_of) == (0.8, "August 2026")
-    assert found.cost(0.59) == "$0.38 per 1,000 pages (l4x1, $0.8 an hour, prices of August 2026)"
+    assert found.cost(0.59) == "$0.38 per 1,000 pages (l4x1, $0.80 an hour, prices of August 2026)"
     assert Runner().cost(1.0) is None
     assert found.cost(0.0) is None
 
