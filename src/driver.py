@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shlex
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -26,11 +29,6 @@ from .trust import required
 from .web import is_local
 from .window import Window
 from .workers import metrics_text, workers_behind
-
-OTHERWISE = (
-    "Here: install vLLM, or give --server URL, or try without a GPU: "
-    '--serve-command "uv run rapidocr-server.py" --model rapidocr'
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +81,15 @@ def driver_hosting(run: Run, options: DriverOptions, flavor: str) -> Hosting:
     return Hosting(run.profile.image, flavor, shape, needs_gpu=options.serve_command is None)
 
 
+def other_ways(environment: Mapping[str, str]) -> str:
+    """Say what else could be done here. uv need not be on PATH: `uv run` tells in UV where it is."""
+    uv = "uv" if shutil.which("uv") else shlex.quote(environment.get("UV") or "uv")
+    return (
+        "Here: install vLLM, or give --server URL, or try without a GPU: "
+        f'--serve-command "{uv} run rapidocr-server.py" --model rapidocr'
+    )
+
+
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
@@ -97,7 +104,7 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
         keep=options.keep_server,
-        hint=hosted_command(run, run.profile.image, OTHERWISE),
+        hint=hosted_command(run, run.profile.image, other_ways(os.environ)),
     )
 
 

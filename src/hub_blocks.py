@@ -333,7 +333,7 @@ class HubBlocks:
             self.repo_id,
             operations,
             repo_type="dataset",
-            commit_message=f"{len(self._uploaded)} blocks of split {self.target}",
+            commit_message=f"Blocks of split {self.target}: {len(self._uploaded)}",
             parent_commit=parent,
         )
         self._card_names_us = True

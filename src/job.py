@@ -256,7 +256,7 @@ def make_job(run: Run, todo: Sequence[int]) -> Job:
     start_counting(run, todo)
     assert run.tally is not None
     if run.tally.rows_before:
-        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")
+        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; blocks to be written: {len(todo)}")
     return Job(
         source=at.source,
         plan=at.plan,

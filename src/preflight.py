@@ -45,7 +45,7 @@ def preflight(run: Run) -> None:
             check_settings_are_ours(str(run.output), stored, settings)
         if beyond:
             raise UsageError(
-                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
+                f"{run.at.blocks.where(beyond[0])} lies beyond this output's last block, {len(plan) - 1}; "
                 "remove it, choose another output, or --overwrite"
             )
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:

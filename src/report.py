@@ -120,6 +120,11 @@ class Tally:
         """How many pages this run could not get a sound text for."""
         return sum(count for status, count in self.statuses.items() if status not in SOUND)
 
+    @property
+    def rows_left(self) -> int:
+        """How many rows nobody has begun with."""
+        return max(0, self.rows - self.rows_before - self.done - self.in_flight - self.preparing)
+
     def pages_per_s(self) -> float:
         """Return the mean speed of this run."""
         return self.done / max(1e-9, time.monotonic() - self.started)

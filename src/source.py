@@ -139,11 +139,18 @@ def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int
 
 def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
     """Return the wanted column; or, where none is named, `image`, or the only column of images."""
-    column = _find_image_column(schema, wanted)
-    kind = schema.field(column).type
-    if not _may_hold_pictures(kind):
+    may = [name for name in schema.names if _may_hold_pictures(schema.field(name).type)]
+    if not may:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise UsageError(
-            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+            f"the input has no column of pictures, only {columns or 'none at all'}; "
+            "give a folder of images, or a dataset whose pages are pictures"
+        )
+    column = _find_image_column(schema, wanted, may)
+    if column not in may:
+        kind = schema.field(column).type
+        raise UsageError(
+            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(may)}"
         )
     return column
 
@@ -156,20 +163,20 @@ def _may_hold_pictures(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
 
 
-def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
+def _find_image_column(schema: pa.Schema, wanted: str | None, may: Sequence[str]) -> str:
     import datasets
 
     if wanted is not None:
         if wanted in schema.names:
             return wanted
-        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
+        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(may)}")
     if "image" in schema.names:
         return "image"
     features = datasets.Features.from_arrow_schema(schema)
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     if len(images) == 1:
         return str(images[0])
-    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(may)}")
 
 
 def local_fingerprint(path: Path) -> str:

@@ -56,6 +56,7 @@ class Steering:
             bytes_a_page=self.measure.bytes_a_page(),
             preparing=self.tally.preparing,
             threads=self.threads,
+            rows_left=self.tally.rows_left,
         )
         self.tally.bounded_by = line["bounded_by"]
         if self.telemetry:

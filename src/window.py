@@ -135,6 +135,7 @@ class Window:
         bytes_a_page: float | None = None,
         preparing: int = 0,
         threads: int = 1,
+        rows_left: int | None = None,
     ) -> dict[str, Any]:
         """Look, decide, and return the decision as telemetry for JSON."""
         self._mark()
@@ -157,6 +158,7 @@ class Window:
             bytes_a_page=bytes_a_page,
             preparing=preparing,
             threads=threads,
+            rows_left=rows_left,
         )
         decision = self.rules.decide(self._state, seen)
         bound = bounded_by(decision, seen, self.rules.bounds)

@@ -52,6 +52,7 @@ class Observation:
     bytes_a_page: float | None = None
     preparing: int = 0  # pages in the hands of the threads that prepare, or waiting for one
     threads: int = 1
+    rows_left: int | None = None  # rows that nobody has begun with
 
     @property
     def memory_pages(self) -> int | None:
@@ -476,12 +477,15 @@ def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
     """Say what keeps the run from being faster: `engine`, `preparation`, `source`, `memory` or `limit`.
 
     A window with free places is short of pages: of prepared ones while the threads that prepare have their hands full,
-    else of rows. A full one waits for the engine where the engine has a queue, refuses, or answers no faster when it is
-    given more; else for memory, or for the window itself: its upper bound, or that it is still growing.
+    else of rows; where no row is left, it is the engine that still has pages. A full one waits for the engine where the
+    engine has a queue, refuses, or answers no faster when it is given more; else for memory, or for the window itself:
+    its upper bound, or that it is still growing.
     """
     state = decision.state
     if not seen.is_full and seen.in_flight <= state.limit:
-        return "preparation" if seen.preparing >= seen.threads else "source"
+        if seen.preparing >= seen.threads:
+            return "preparation"
+        return "engine" if seen.rows_left == 0 else "source"
     at_the_top = decision.limit >= bounds.most
     slower = bool(state.first_latency_s) and state.latency_s > 1.5 * state.first_latency_s
     if seen.gauges.waiting or decision.rule in {"refused", "preempted", "silent", "late"} or slower:

@@ -572,9 +572,11 @@ def test_the_command_for_a_hosted_gpu_names_the_image_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("UV", "/opt/my tools/uv")
     ended = run_here("me/scans", "me/text", "--model", "lightonai/LightOnOCR-3-1B")
     assert ended.code == 1
     assert "--image vllm/vllm-openai:v0.32.0 " in ended.stderr
+    assert "--serve-command \"'/opt/my tools/uv' run rapidocr-server.py\"" in ended.stderr
 
 
 def test_a_local_address_where_nothing_runs_needs_vllm_too(

@@ -125,10 +125,17 @@ def test_the_image_column_is_found_by_name_then_by_type() -> None:
     assert choose_image_column(pa.schema([("image", pa.binary()), ("b", pa.large_binary())]), "b") == "b"
     with pytest.raises(UsageError, match=r"'id' holds no pictures but string"):
         choose_image_column(features.arrow_schema, "id")
-    with pytest.raises(UsageError, match=r"no column 'page'.*scan, id"):
+    with pytest.raises(UsageError, match=r"no column 'page'.*takes one of: scan$"):
         choose_image_column(features.arrow_schema, "page")
     with pytest.raises(UsageError, match=r"--image-column: a, b"):
         choose_image_column(pa.schema([("a", pa.binary()), ("b", pa.binary())]), None)
+
+
+@pytest.mark.parametrize("wanted", [None, "text", "page"])
+def test_an_input_without_pictures_is_refused_and_no_column_of_it_is_suggested(wanted: str | None) -> None:
+    with pytest.raises(UsageError, match=r"no column of pictures, only text \(string\), year \(int64\)") as refused:
+        choose_image_column(pa.schema([("text", pa.string()), ("year", pa.int64())]), wanted)
+    assert "--image-column" not in str(refused.value)
 
 
 def test_a_fingerprint_moves_with_the_folder_but_not_with_its_content(tmp_path: Path) -> None:

@@ -353,6 +353,9 @@ def test_whatever_is_seen_the_limit_keeps_its_bounds_and_reacts_one_way(
     [
         ("preparation", sight(10, full_share=0.1, preparing=6, threads=2), ready()),
         ("source", sight(10, full_share=0.1, preparing=0, threads=2), ready()),
+        ("source", sight(10, full_share=0.1, preparing=0, threads=2, rows_left=1), ready()),
+        ("engine", sight(10, full_share=0.1, preparing=0, threads=2, rows_left=0), ready()),
+        ("preparation", sight(10, full_share=0.1, preparing=2, threads=2, rows_left=0), ready()),
         ("engine", sight(gauges=full(3)), ready(phase="ramp")),
         ("engine", sight(), ready()),
         ("engine", sight(refused=3), ready(phase="ramp")),
