@@ -1066,6 +1066,11 @@ class Tally:
         """How many pages this run could not get a sound text for."""
         return sum(count for status, count in self.statuses.items() if status not in SOUND)
 
+    @property
+    def rows_left(self) -> int:
+        """How many rows nobody has begun with."""
+        return max(0, self.rows - self.rows_before - self.done - self.in_flight - self.preparing)
+
     def pages_per_s(self) -> float:
         """Return the mean speed of this run."""
         return self.done / max(1e-9, time.monotonic() - self.started)
@@ -3357,6 +3362,7 @@ class Observation:
     bytes_a_page: float | None = None
     preparing: int = 0  # pages in the hands of the threads that prepare, or waiting for one
     threads: int = 1
+    rows_left: int | None = None  # rows that nobody has begun with
 
     @property
     def memory_pages(self) -> int | None:
@@ -3781,12 +3787,15 @@ def bounded_by(decision: Decision, seen: Observation, bounds: Bounds) -> str:
     """Say what keeps the run from being faster: `engine`, `preparation`, `source`, `memory` or `limit`.
 
     A window with free places is short of pages: of prepared ones while the threads that prepare have their hands full,
-    else of rows. A full one waits for the engine where the engine has a queue, refuses, or answers no faster when it is
-    given more; else for memory, or for the window itself: its upper bound, or that it is still growing.
+    else of rows; where no row is left, it is the engine that still has pages. A full one waits for the engine where the
+    engine has a queue, refuses, or answers no faster when it is given more; else for memory, or for the window itself:
+    its upper bound, or that it is still growing.
     """
     state = decision.state
     if not seen.is_full and seen.in_flight <= state.limit:
-        return "preparation" if seen.preparing >= seen.threads else "source"
+        if seen.preparing >= seen.threads:
+            return "preparation"
+        return "engine" if seen.rows_left == 0 else "source"
     at_the_top = decision.limit >= bounds.most
     slower = bool(state.first_latency_s) and state.latency_s > 1.5 * state.first_latency_s
     if seen.gauges.waiting or decision.rule in {"refused", "preempted", "silent", "late"} or slower:
@@ -3923,6 +3932,7 @@ class Window:
         bytes_a_page: float | None = None,
         preparing: int = 0,
         threads: int = 1,
+        rows_left: int | None = None,
     ) -> dict[str, Any]:
         """Look, decide, and return the decision as telemetry for JSON."""
         self._mark()
@@ -3945,6 +3955,7 @@ class Window:
             bytes_a_page=bytes_a_page,
             preparing=preparing,
             threads=threads,
+            rows_left=rows_left,
         )
         decision = self.rules.decide(self._state, seen)
         bound = bounded_by(decision, seen, self.rules.bounds)
@@ -4868,11 +4879,18 @@ def choose_rows(num_rows: int, max_samples: int | None, shuffle: bool, seed: int
 
 def choose_image_column(schema: pa.Schema, wanted: str | None) -> str:
     """Return the wanted column; or, where none is named, `image`, or the only column of images."""
-    column = _find_image_column(schema, wanted)
-    kind = schema.field(column).type
-    if not _may_hold_pictures(kind):
+    may = [name for name in schema.names if _may_hold_pictures(schema.field(name).type)]
+    if not may:
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise UsageError(
-            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(schema.names)}"
+            f"the input has no column of pictures, only {columns or 'none at all'}; "
+            "give a folder of images, or a dataset whose pages are pictures"
+        )
+    column = _find_image_column(schema, wanted, may)
+    if column not in may:
+        kind = schema.field(column).type
+        raise UsageError(
+            f"column {column!r} holds no pictures but {kind}; --image-column takes one of: {', '.join(may)}"
         )
     return column
 
@@ -4885,20 +4903,20 @@ def _may_hold_pictures(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind))
 
 
-def _find_image_column(schema: pa.Schema, wanted: str | None) -> str:
+def _find_image_column(schema: pa.Schema, wanted: str | None, may: Sequence[str]) -> str:
     import datasets
 
     if wanted is not None:
         if wanted in schema.names:
             return wanted
-        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(schema.names)}")
+        raise UsageError(f"no column {wanted!r} in the input; --image-column takes one of: {', '.join(may)}")
     if "image" in schema.names:
         return "image"
     features = datasets.Features.from_arrow_schema(schema)
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     if len(images) == 1:
         return str(images[0])
-    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(schema.names)}")
+    raise UsageError(f"which column holds the pages? Name it with --image-column: {', '.join(may)}")
 
 
 def local_fingerprint(path: Path) -> str:
@@ -6509,7 +6527,7 @@ class HubBlocks:
             self.repo_id,
             operations,
             repo_type="dataset",
-            commit_message=f"{len(self._uploaded)} blocks of split {self.target}",
+            commit_message=f"Blocks of split {self.target}: {len(self._uploaded)}",
             parent_commit=parent,
         )
         self._card_names_us = True
@@ -7208,7 +7226,7 @@ def make_job(run: Run, todo: Sequence[int]) -> Job:
     start_counting(run, todo)
     assert run.tally is not None
     if run.tally.rows_before:
-        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; {len(todo)} blocks are to be written")
+        say(f"{run.tally.rows_before} of {run.tally.rows} rows are done already; blocks to be written: {len(todo)}")
     return Job(
         source=at.source,
         plan=at.plan,
@@ -7996,6 +8014,7 @@ class Steering:
             bytes_a_page=self.measure.bytes_a_page(),
             preparing=self.tally.preparing,
             threads=self.threads,
+            rows_left=self.tally.rows_left,
         )
         self.tally.bounded_by = line["bounded_by"]
         if self.telemetry:
@@ -8576,12 +8595,6 @@ async def _page(url: str, key: str) -> str | None:
 # What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
 
 
-OTHERWISE = (
-    "Here: install vLLM, or give --server URL, or try without a GPU: "
-    '--serve-command "uv run rapidocr-server.py" --model rapidocr'
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DriverOptions(CommonOptions):
     """What a driver script takes beside the common options: which server, and how patiently it is asked."""
@@ -8632,6 +8645,15 @@ def driver_hosting(run: Run, options: DriverOptions, flavor: str) -> Hosting:
     return Hosting(run.profile.image, flavor, shape, needs_gpu=options.serve_command is None)
 
 
+def other_ways(environment: Mapping[str, str]) -> str:
+    """Say what else could be done here. uv need not be on PATH: `uv run` tells in UV where it is."""
+    uv = "uv" if shutil.which("uv") else shlex.quote(environment.get("UV") or "uv")
+    return (
+        "Here: install vLLM, or give --server URL, or try without a GPU: "
+        f'--serve-command "{uv} run rapidocr-server.py" --model rapidocr'
+    )
+
+
 def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     """Say which server is wanted, and how to get a machine that has one."""
     return Wanted(
@@ -8646,7 +8668,7 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         suggest=functools.partial(suggested_flags, run),
         startup_timeout_s=options.startup_timeout,
         keep=options.keep_server,
-        hint=hosted_command(run, run.profile.image, OTHERWISE),
+        hint=hosted_command(run, run.profile.image, other_ways(os.environ)),
     )
 
 
@@ -8746,7 +8768,7 @@ def preflight(run: Run) -> None:
             check_settings_are_ours(str(run.output), stored, settings)
         if beyond:
             raise UsageError(
-                f"{run.at.blocks.where(beyond[0])} lies beyond the {len(plan)} blocks of this output; "
+                f"{run.at.blocks.where(beyond[0])} lies beyond this output's last block, {len(plan) - 1}; "
                 "remove it, choose another output, or --overwrite"
             )
     if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
