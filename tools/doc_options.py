@@ -55,9 +55,9 @@ AFTER_DASHES = {
 }
 
 
-def options_page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *(part for script in PARSERS for part in _section(script))])
+def options_page(overview: str) -> str:
+    """The whole page, a table of what goes into each script and what comes out at its head."""
+    return "\n".join([HEAD, f"{overview}\n", *(part for script in PARSERS for part in _section(script))])
 
 
 def _section(script: str) -> Iterator[str]:

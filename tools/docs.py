@@ -96,13 +96,9 @@ def hand_written(path: str, text: str) -> str:
 def make_pages(root: Path, catalogue: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Each page → what it says and what it should say."""
     tables = make_tables(catalogue)
-    pages = {}
-    for name in PAGES:
-        if (root / name).exists():
-            text = (root / name).read_text(encoding="utf-8")
-            pages[name] = text, fill_regions(name, text, tables)
-    options = root / OPTIONS_PAGE
-    pages[OPTIONS_PAGE] = options.read_text(encoding="utf-8") if options.exists() else "", options_page()
+    texts = {path.name: path.read_text(encoding="utf-8") for path in root.glob("*.md")}
+    pages = {name: (texts[name], fill_regions(name, texts[name], tables)) for name in PAGES}
+    pages[OPTIONS_PAGE] = texts.get(OPTIONS_PAGE, ""), options_page(tables["scripts-in-and-out"])
     return pages
 
 
