@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,10 +50,11 @@ class ParquetRows:
             except BaseException:
                 self._patience.hurry(0.0)  # the pool waits for its threads
                 raise
-        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
+        self._groups = list(_row_groups(files, [footer.counts for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
-        self.schema: pa.Schema = footers[0][1]
+        self.schema: pa.Schema = footers[0].schema
+        self.column_bytes = sum((footer.column_bytes for footer in footers), Counter[str]())
         if features is not None:  # a card's `dataset_info` says more than a file without metadata
             self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
         self._lock = threading.Lock()
@@ -139,18 +141,31 @@ def _open_file(file: str) -> Any:
     return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
 
 
-def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+@dataclass(frozen=True)
+class Footer:
+    """What a parquet file says of itself: the rows of each row group, and the bytes of each column, compressed."""
+
+    counts: Sequence[int]
+    schema: pa.Schema
+    column_bytes: Counter[str]
+
+
+def _footer_of(file: str, patience: Patience) -> Footer:
     return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
-def _footer(file: str) -> tuple[list[int], pa.Schema]:
-    """Return (rows of each row group, schema) of a parquet file."""
+def _footer(file: str) -> Footer:
     import pyarrow.parquet as pq
 
+    sizes: Counter[str] = Counter()
     with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
         metadata = parquet.metadata
-        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        return counts, parquet.schema_arrow
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        for group in groups:
+            for place in range(group.num_columns):
+                chunk = group.column(place)
+                sizes[chunk.path_in_schema.partition(".")[0]] += chunk.total_compressed_size
+        return Footer([group.num_rows for group in groups], parquet.schema_arrow, sizes)
 
 
 def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:

@@ -7,6 +7,7 @@ memory-mapped by it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from .patience import Patience
 from .report import say
 from .splits import choose_split, is_saved, open_saved
 from .stream import open_streamed
+from .unreadable import unreadable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,16 +99,19 @@ def open_source(
             f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
         )
     try:
-        hub = look_at(at) if at else None
+        hub = patience.call(functools.partial(look_at, at), f"looking at {name}") if at else None
         fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
         found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
-    except (*network_errors(), ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
-        # TypeError: what huggingface_hub 2.4 makes of a card that names files beside its bucket
-        cause = error.__cause__ or error  # `datasets` wraps what says most
-        raise UsageError(
-            f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
-            "check the path, --config and --split"
-        ) from error
+    except (
+        *network_errors(),
+        ValueError,
+        LookupError,
+        RuntimeError,  # a dataset that is a script
+        TypeError,  # what huggingface_hub 2.4 makes of a card that names files beside its bucket
+        datasets.exceptions.DatasetsError,
+    ) as error:
+        repo_id = at.repo_id if at and not at.is_bucket else None
+        raise unreadable(name, error, repo_id=repo_id, config=config, revision=at.revision if at else None) from error
     rows, split_name, paths_are_ours = found
     roots: tuple[Path, ...] = ()
     if is_local:

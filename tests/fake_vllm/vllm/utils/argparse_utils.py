@@ -1,0 +1,5 @@
+"""The parser."""
+
+from argparse import ArgumentParser as FlexibleArgumentParser
+
+__all__ = ["FlexibleArgumentParser"]

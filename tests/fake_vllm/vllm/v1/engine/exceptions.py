@@ -1,0 +1,5 @@
+"""How the engine dies."""
+
+
+class EngineDeadError(Exception):
+    """The engine is gone."""
