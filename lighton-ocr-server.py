@@ -75,6 +75,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   splits: The splits of a dataset: which one is read, and the one that save_to_disk wrote.
 #   stream: Rows of a Hub dataset that is not parquet, streamed: what has passed is not kept, and nothing is downloaded
 #       ahead.
+#   unreadable: Why an input can't be read, in words that list what there is and end with the next step.
 #   source: Rows of a dataset by address, undecoded.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
 #   flavors: Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were
@@ -112,6 +113,8 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   supervise: The watchdog of a server: notices that it died or froze, starts it again, has the lost pages asked again.
 #   workers: Servers behind one address: a `vllm-router` names them, and their gauges count together.
 #   driver: What the driver scripts share: their options for a server, and keeping it busy from a client without torch.
+#   rights: What a token may do to a dataset of the Hub, read out of what `whoami` says of it.
+#   room: Whether what a run will write fits on its disk: asked before any GPU time, and answered with the numbers.
 #   preflight: What is checked before any GPU time, so that a run which can't end well does not begin.
 #   ending: How a run ends: what is in the output is counted, the card written, the blocks published, the exit code
 #       found.
@@ -122,6 +125,7 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import bisect
 import contextlib
@@ -4507,10 +4511,11 @@ class ParquetRows:
             except BaseException:
                 self._patience.hurry(0.0)  # the pool waits for its threads
                 raise
-        self._groups = list(_row_groups(files, [footer[0] for footer in footers]))
+        self._groups = list(_row_groups(files, [footer.counts for footer in footers]))
         self._starts = [group.start for group in self._groups]
         self.num_rows = sum(group.num_rows for group in self._groups)
-        self.schema: pa.Schema = footers[0][1]
+        self.schema: pa.Schema = footers[0].schema
+        self.column_bytes = sum((footer.column_bytes for footer in footers), Counter[str]())
         if features is not None:  # a card's `dataset_info` says more than a file without metadata
             self.schema = self.schema.with_metadata({**(self.schema.metadata or {}), **features.arrow_schema.metadata})
         self._lock = threading.Lock()
@@ -4597,18 +4602,31 @@ def _open_file(file: str) -> Any:
     return filesystem.open(path, "rb", block_size=REMOTE_AHEAD_BYTES)
 
 
-def _footer_of(file: str, patience: Patience) -> tuple[list[int], pa.Schema]:
+@dataclass(frozen=True)
+class Footer:
+    """What a parquet file says of itself: the rows of each row group, and the bytes of each column, compressed."""
+
+    counts: Sequence[int]
+    schema: pa.Schema
+    column_bytes: Counter[str]
+
+
+def _footer_of(file: str, patience: Patience) -> Footer:
     return patience.call(lambda: _footer(file), f"reading {file}") if "://" in file else _footer(file)
 
 
-def _footer(file: str) -> tuple[list[int], pa.Schema]:
-    """Return (rows of each row group, schema) of a parquet file."""
+def _footer(file: str) -> Footer:
     import pyarrow.parquet as pq
 
+    sizes: Counter[str] = Counter()
     with _open_file(file) as handle, pq.ParquetFile(handle) as parquet:
         metadata = parquet.metadata
-        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-        return counts, parquet.schema_arrow
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        for group in groups:
+            for place in range(group.num_columns):
+                chunk = group.column(place)
+                sizes[chunk.path_in_schema.partition(".")[0]] += chunk.total_compressed_size
+        return Footer([group.num_rows for group in groups], parquet.schema_arrow, sizes)
 
 
 def _row_groups(files: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[RowGroup]:
@@ -4758,6 +4776,92 @@ def _is_packed(file: str) -> bool:
     return str(file).lower().endswith((".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".zst", ".7z", ".rar"))
 
 
+# ---- unreadable ------------------------------------------------------------------------------------------------------
+# Why an input can't be read, in words that list what there is and end with the next step.
+
+
+CONFIG_ERRORS = ("Config name is missing", "BuilderConfig '")
+
+
+def unreadable(
+    name: str, error: Exception, *, repo_id: str | None, config: str | None, revision: str | None
+) -> UsageError:
+    """Return what to say where the Hub or `datasets` refuse an input; `repo_id` is its dataset on the Hub, if any."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    causes = list(_causes(error))
+    # `datasets` drops the cause of this one
+    if repo_id and (_has(causes, GatedRepoError) or "is a gated dataset" in str(error)):
+        return UsageError(f"input {name!r} is gated{_how_to_be_let_in(repo_id)}")
+    if repo_id and _has(causes, RevisionNotFoundError):
+        return UsageError(
+            f"input {name!r} has no revision {revision!r}; --revision takes a commit, or one of: {_revisions(repo_id)}"
+        )
+    if repo_id and _has(causes, RepositoryNotFoundError):
+        return UsageError(f"input {name!r}: no such dataset on the Hub, or a private one{_how_to_see_it()}")
+    if str(error).startswith(CONFIG_ERRORS) and (there := re.search(r"\[.*\]", str(error))):
+        names = ", ".join(map(str, ast.literal_eval(there[0])))
+        what = "which configuration? Name one" if config is None else f"no configuration {config!r}; choose one"
+        return UsageError(f"input {name!r}: {what} with --config: {names}")
+    cause = error.__cause__ or error  # `datasets` wraps what says most
+    return UsageError(
+        f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
+        "check the path, --config and --split"
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _has(causes: Iterable[BaseException], kind: type[BaseException]) -> bool:
+    return any(isinstance(cause, kind) for cause in causes)
+
+
+def _how_to_be_let_in(repo_id: str) -> str:
+    from huggingface_hub import HfApi
+
+    page, asker = f"{HfApi().endpoint}/datasets/{repo_id}", _asker()
+    if asker is None:
+        return (
+            f", and there is no token: ask for access at {page}, then set HF_TOKEN (in a job: -s HF_TOKEN) to a token "
+            "of the account that was let in"
+        )
+    return (
+        f", and {asker} was not let in, or has a token that may not read gated datasets: ask for access at {page}, or "
+        "set HF_TOKEN to a token of the account that was let in"
+    )
+
+
+def _how_to_see_it() -> str:
+    asker = _asker()
+    if asker is None:
+        return ", which nobody sees without a token: check the name, or set HF_TOKEN (in a job: -s HF_TOKEN)"
+    return f" that {asker} can't see: check the name, and whose token HF_TOKEN is"
+
+
+def _asker() -> str | None:
+    """Name whose token it is that the Hub refuses; None where there is no token."""
+    from huggingface_hub import HfApi, get_token
+
+    if not get_token():
+        return None
+    with contextlib.suppress(*network_errors()):
+        return repr(HfApi().whoami()["name"])
+    return "the user of this token"
+
+
+def _revisions(repo_id: str) -> str:
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(*network_errors()):
+        refs = HfApi().list_repo_refs(repo_id, repo_type="dataset")
+        return ", ".join(ref.name for ref in [*refs.branches, *refs.tags])
+    return "main"
+
+
 # ---- source ----------------------------------------------------------------------------------------------------------
 # Rows of a dataset by address, undecoded.
 #
@@ -4837,16 +4941,19 @@ def open_source(
             f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
         )
     try:
-        hub = look_at(at) if at else None
+        hub = patience.call(functools.partial(look_at, at), f"looking at {name}") if at else None
         fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
         found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
-    except (*network_errors(), ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
-        # TypeError: what huggingface_hub 2.4 makes of a card that names files beside its bucket
-        cause = error.__cause__ or error  # `datasets` wraps what says most
-        raise UsageError(
-            f"input {name!r} can't be read as a dataset: {type(cause).__name__}: {cause}; "
-            "check the path, --config and --split"
-        ) from error
+    except (
+        *network_errors(),
+        ValueError,
+        LookupError,
+        RuntimeError,  # a dataset that is a script
+        TypeError,  # what huggingface_hub 2.4 makes of a card that names files beside its bucket
+        datasets.exceptions.DatasetsError,
+    ) as error:
+        repo_id = at.repo_id if at and not at.is_bucket else None
+        raise unreadable(name, error, repo_id=repo_id, config=config, revision=at.revision if at else None) from error
     rows, split_name, paths_are_ours = found
     roots: tuple[Path, ...] = ()
     if is_local:
@@ -8730,17 +8837,217 @@ def more_fields(engine: str, *, confidence: bool) -> dict[str, Any]:
     return {**more, "logprobs": True, "top_logprobs": 0} if confidence else more
 
 
+# ---- rights ----------------------------------------------------------------------------------------------------------
+# What a token may do to a dataset of the Hub, read out of what `whoami` says of it.
+#
+# What it does not say is left open: the Hub itself refuses in the end, and a field that changes must lock nobody out.
+
+
+WRITING = frozenset({"repo.write", "repo.content.write"})
+CREATING = "repo.write"
+PROPOSING = "discussion.write"
+ROLES_THAT_READ = frozenset({"read", "no_access"})
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What a token may do to one dataset: write to it, create it, propose changes in a pull request.
+
+    `lacks` says what stands in the way, and `advice` what to do about it.
+    """
+
+    writes: bool = True
+    creates: bool = True
+    proposes: bool = True
+    lacks: str = ""
+    advice: str = ""
+
+
+def rights_of(user: Mapping[str, Any], repo_id: str) -> Rights:
+    """Return what the token of `user` (the answer of `whoami`) may do to a dataset."""
+    token = _mapping(_mapping(user.get("auth")).get("accessToken"))
+    owner, name = repo_id.split("/")[0], user.get("name")
+    match token.get("role"):
+        case "read":
+            lacks, advice = f"the token of {name!r} can only read", f"use one that can write to {owner!r}"
+            return Rights(writes=False, creates=False, proposes=False, lacks=lacks, advice=advice)
+        case "fineGrained":
+            given = _permissions(token, owner, repo_id)
+            return _rights_of_scopes(given, str(name), repo_id) if given else Rights()
+        case _:
+            lacks = _standing(user, owner)
+            advice = f"name an output of your own, or ask to be let into {owner!r}"
+            return Rights(writes=False, creates=False, lacks=lacks, advice=advice) if lacks else Rights()
+
+
+def _rights_of_scopes(given: _Given, name: str, repo_id: str) -> Rights:
+    owner = repo_id.split("/")[0]
+    if CREATING in given.of_owner:
+        return Rights()
+    if WRITING & given.here:
+        return Rights(
+            creates=False,
+            lacks=f"the token of {name!r} can write to {repo_id!r} alone, and create nothing",
+            advice=f"create the dataset by hand, or give the token write access to all repositories of {owner!r}",
+        )
+    has = ", ".join(sorted(given.here)) or "none"
+    return Rights(
+        writes=False,
+        creates=False,
+        proposes=PROPOSING in given.here,
+        lacks=f"the token of {name!r} may not write to {repo_id!r} (its permissions there: {has})",
+        advice=f"give it write access to the contents of the repositories of {owner!r}",
+    )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A fine-grained token's permissions: for the dataset, and for all that its owner has."""
+
+    here: frozenset[str]
+    of_owner: frozenset[str]
+
+
+def _permissions(token: Mapping[str, Any], owner: str, repo_id: str) -> _Given | None:
+    """Return what a fine-grained token carries; None where it says so in words that are not known here."""
+    fine = token.get("fineGrained")
+    if not isinstance(fine, Mapping) or not isinstance(fine.get("scoped"), list):
+        return None
+    everywhere = frozenset(_words(fine.get("global")))
+    of_owner, here = set(everywhere), set(everywhere)
+    for scope in fine["scoped"]:
+        entity = _mapping(_mapping(scope).get("entity"))
+        if not entity.get("name"):
+            return None
+        permissions = _words(scope.get("permissions"))
+        if entity.get("type") in {"user", "org"} and _same(entity["name"], owner):
+            of_owner |= permissions
+            here |= permissions
+        elif entity.get("type") == "dataset" and _same(entity["name"], repo_id):
+            here |= permissions
+    return _Given(frozenset(here), frozenset(of_owner))
+
+
+def _standing(user: Mapping[str, Any], owner: str) -> str:
+    """Say why this user can't write in a namespace; nothing where nothing is known against it."""
+    name, orgs = str(user.get("name")), user.get("orgs")
+    if _same(name, owner) or not isinstance(orgs, list):
+        return ""
+    known = {str(org.get("name")): org.get("roleInOrg") for org in orgs if isinstance(org, Mapping)}
+    ours = next((org for org in known if _same(org, owner)), None)
+    if ours is None:
+        return f"the token is of {name!r}, who is no member of {owner!r} (but of: {', '.join([name, *known])})"
+    return f"{name!r} can only read in {owner!r} (role: {known[ours]})" if known[ours] in ROLES_THAT_READ else ""
+
+
+def _same(name: object, other: str) -> bool:
+    return str(name).lower() == other.lower()
+
+
+def _words(value: object) -> set[str]:
+    return set(map(str, value)) if isinstance(value, list) else set()
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+# Whether what a run will write fits on its disk: asked before any GPU time, and answered with the numbers.
+#
+# How much that is follows from the input: from what parquet files say of their columns, or from a few rows. Of a stream
+# nothing is known beforehand.
+
+
+TEXT_BYTES = 4096  # of a page's text and what stands beside it
+STAGED_BLOCKS = 4  # of a Hub output: one is written while others wait for upload and commit
+SAMPLED_ROWS = 16
+
+
+def bytes_of_row(source: Source, without: str | None = None) -> float | None:
+    """Return about how many bytes a row takes in a block, leaving out one column; None where nothing is known."""
+    rows = source.rows
+    if not len(source.order):
+        return 0.0
+    if isinstance(rows, ParquetRows):
+        kept = sum(size for name, size in rows.column_bytes.items() if name != without)
+        return kept / rows.num_rows + TEXT_BYTES
+    if not isinstance(rows, MappedRows):
+        return None
+    step = max(1, len(source.order) // SAMPLED_ROWS)
+    places = range(0, len(source.order), step)[:SAMPLED_ROWS]
+    sampled = [source.read(range(place, place + 1)) for place in places]
+    sizes = [int(table.drop_columns([without] if without else []).nbytes) for table in sampled]
+    return sum(sizes) / len(sizes) + TEXT_BYTES
+
+
+def check_room(folder: Path, rows: int, row_bytes: float, advice: str, freed: int = 0) -> None:
+    """Raise `UsageError` where `rows` more rows do not fit on the disk of `folder`; `freed` bytes are to be removed."""
+    needed = rows * row_bytes
+    free = shutil.disk_usage(_existing(folder)).free + freed
+    if needed > free:
+        raise UsageError(
+            f"{rows} rows need about {_in_gigabytes(needed)} in {str(folder)!r}, and {_in_gigabytes(free)} are free on "
+            f"its disk; free some, or {advice}"
+        )
+
+
+def _in_gigabytes(size: float) -> str:
+    """Write a number of bytes for people."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the first above it that is there."""
+    return next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+
+
 # ---- preflight -------------------------------------------------------------------------------------------------------
 # What is checked before any GPU time, so that a run which can't end well does not begin.
+#
+# The checks, in order, from the cheapest: the token, the input, its columns, what is in the output, the disk. None of
+# them creates anything: a name with a typo leaves no empty dataset behind.
 
 
+LOOK_FOR_S = 120.0
 MOST_FILES_IN_A_FOLDER = 10_000
 
 
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
+    if run.output.repo_id and not _only_looks(run):
+        check_token(run.output.repo_id)
+    source = _open_input(run)
+    check_columns(
+        source.rows.schema,
+        run.options.output_column,
+        results_only=run.way.results_only,
+        extras=extra_columns(run.options),
+    )
+    plan = BlockPlan(run.way.target(source.split), len(source.order), run.options.block_rows)
+    run.opened = Opened(source, plan, blocks_of(run, source, plan))
+    if not run.options.overwrite:
+        check_output_is_ours(run)
+    if run.options.jobs is None:  # which are written elsewhere
+        check_disk(run)
+    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+        say(
+            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
+            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
+        )
+    say(f"{run.options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
+
+
+def _only_looks(run: Run) -> bool:
+    """Whether this is only a look at what a run would take, which needs no token."""
+    from huggingface_hub import get_token
+
+    return run.options.dry_run and get_token() is None
+
+
+def _open_input(run: Run) -> Source:
     options = run.options
-    source = open_source(
+    return open_source(
         options.input,
         config=options.config,
         split=options.split,
@@ -8751,56 +9058,69 @@ def preflight(run: Run) -> None:
         seed=options.seed,
         streaming=run.streams,
     )
-    plan = BlockPlan(run.way.target(source.split), len(source.order), options.block_rows)
-    check_columns(
-        source.rows.schema,
-        options.output_column,
-        results_only=run.way.results_only,
-        extras=extra_columns(options),
-    )
-    if not _only_looks(run):
-        check_token(run.output)
-    run.opened = Opened(source, plan, blocks_of(run, source, plan))
-    settings = run_settings(run)
-    if not options.overwrite:
-        beyond = sorted(number for number in run.at.blocks.closed() if number >= len(plan))
-        for stored in run.at.blocks.stored_settings():
-            check_settings_are_ours(str(run.output), stored, settings)
-        if beyond:
-            raise UsageError(
-                f"{run.at.blocks.where(beyond[0])} lies beyond this output's last block, {len(plan) - 1}; "
-                "remove it, choose another output, or --overwrite"
-            )
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
-        say(
-            f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
-            f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
-        )
-    say(f"{options.input}: {plan.num_rows} rows of split {source.split!r} → {run.output}")
 
 
-def _only_looks(run: Run) -> bool:
-    """Whether this is only a look at what a run would take, which needs no token."""
-    from huggingface_hub import get_token
-
-    return run.options.dry_run and get_token() is None
-
-
-def check_token(output: Output) -> None:
-    """Raise `UsageError` before any GPU time where there is no token that could publish the output."""
-    if output.repo_id is None:
-        return
-    from huggingface_hub import HfApi
+def check_token(repo_id: str) -> None:
+    """Raise `UsageError` where there is no token that may write to the output."""
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
-        user = HfApi().whoami()
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UsageError(f"output {repo_id!r} can't be the name of a dataset: {error}") from error
+    if not get_token():
+        raise UsageError(
+            f"output {repo_id!r} needs a token that can write, and there is none. "
+            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+        )
+    try:
+        user = Patience(LOOK_FOR_S).call(HfApi().whoami, "asking the Hub whose the token is")
     except network_errors() as error:
         raise UsageError(
-            f"output {output.repo_id!r} needs a token that can write, and there is none that works: {error}. "
-            "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
+            f"output {repo_id!r} needs a token that can write, and this one is of no use: {error}; "
+            "set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
         ) from error
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UsageError(f"the token can only read; publishing to {output.repo_id!r} needs one that can write")
+    rights = rights_of(user, repo_id)
+    if not rights.writes:
+        raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}")
+
+
+def check_output_is_ours(run: Run) -> None:
+    """Raise `UsageError` where the output holds blocks that are not of this run."""
+    settings, plan, blocks = run_settings(run), run.at.plan, run.at.blocks
+    beyond = sorted(number for number in blocks.closed() if number >= len(plan))
+    for stored in blocks.stored_settings():
+        check_settings_are_ours(str(run.output), stored, settings)
+    if beyond:
+        raise UsageError(
+            f"{blocks.where(beyond[0])} lies beyond this output's last block, {len(plan) - 1}; "
+            "remove it, choose another output, or --overwrite"
+        )
+
+
+def check_disk(run: Run) -> None:
+    """Raise `UsageError` where what is missing of the output does not fit on its disk: of a Hub output, what waits."""
+    source, plan, blocks = run.at.source, run.at.plan, run.at.blocks
+    row_bytes = bytes_of_row(source, source.image_column if run.way.results_only else None)
+    if row_bytes is None or run.way.finishes:
+        return
+    closed = blocks.closed()
+    rows = rows_missing(plan, run.way.shard, set() if run.options.overwrite else closed)
+    if isinstance(blocks, BlockFolder):
+        freed = sum(blocks.path(number).stat().st_size for number in closed) if run.options.overwrite else 0
+        check_room(run.output.folder, rows, row_bytes, "name an output on another disk", freed)
+    else:
+        staged = min(rows, STAGED_BLOCKS * plan.block_rows)
+        advice = "give a folder on another disk with --work-dir, or fewer rows a block with --block-rows"
+        check_room(run.output.folder, staged, row_bytes, advice)
+
+
+def rows_missing(plan: BlockPlan, shard: Shard, closed: set[int]) -> int:
+    """Return how many rows a shard has yet to write."""
+    missing = (number for number in range(len(plan)) if shard.holds(number) and number not in closed)
+    return sum(len(plan.positions(number)) for number in missing)
 
 
 # ---- ending ----------------------------------------------------------------------------------------------------------
