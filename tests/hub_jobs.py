@@ -186,6 +186,7 @@ class JobsPlace:
         job = "/api/jobs/{namespace}/{job}"
         return [
             web.get("/api/jobs/hardware", self._list_hardware),
+            web.get("/api/agent-harnesses", self._no_agents),  # asked by `hf` before all else
             web.post("/api/jobs/{namespace}", self._submit),
             web.get("/api/jobs/{namespace}", self._list),
             web.get(job, self._inspect),
@@ -219,6 +220,9 @@ class JobsPlace:
 
     async def _list_hardware(self, request: web.Request) -> web.Response:
         return web.json_response(self.hardware)
+
+    async def _no_agents(self, request: web.Request) -> web.Response:
+        return web.json_response({})
 
     async def _submit(self, request: web.Request) -> web.Response:
         namespace, spec = request.match_info["namespace"], await request.json()

@@ -19,6 +19,7 @@ from src.models import find_profile
 from src.submission import Hosting, check_words, job_name, label_text, own_words, words_of_shard
 from tests.hub_here import hub_here
 from tests.runs import ROOT, SATURATE, SCRIPT, Ended, run_here, write_pages
+from tests.stub_vllm import DEFAULT_MODEL, StubVllm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -310,6 +311,27 @@ def test_the_other_scripts_take_their_own_image_and_need_no_gpu_for_a_server_els
     assert (said["flavor"], said["estimate"]) == ("cpu-upgrade", None)
     assert hub.jobs.all[0].spec["secrets"] == {"HF_TOKEN": hub.token, "MY_KEY": "sesame"}
     assert "sesame" not in ended.stderr + ended.stdout
+
+
+# --- inside of a job -------------------------------------------------------------------------------------------------
+
+
+def test_a_job_says_what_pages_cost_and_warns_before_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("JOB_ID", "1"), ("LIGHTON_OCR_FLAVOR", "l4x1"), ("LIGHTON_OCR_TIMEOUT_S", "3")):
+        monkeypatch.setenv(name, value)
+    pages = write_pages(tmp_path / "pages.parquet", 16)
+    with StubVllm("--read-tag", "--ceiling", "3") as stub:
+        ended = run_here("--server", stub.url, "--model", DEFAULT_MODEL, pages, tmp_path / "out")
+    assert ended.code == 0, ended
+    assert ended.stderr.count("this job is stopped in") == 1
+    assert "pages will be left. Closed blocks are kept and the same command goes on" in ended.advice
+    assert (ended.line["flavor"], ended.line["dollars_per_hour"]) == ("l4x1", 0.8)
+    assert ended.line["dollars"] == pytest.approx(ended.line["seconds"] * 0.8 / 3600, abs=1e-4)
+    assert " per 1,000 pages; after" in ended.stderr
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "per 1,000 pages (l4x1, $0.80 an hour, prices of August 2026)" in card
 
 
 # --- the header ------------------------------------------------------------------------------------------------------
