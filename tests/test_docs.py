@@ -187,6 +187,8 @@ def test_each_table_has_everything_that_it_is_about() -> None:
         assert family["facts"]["image_tag"]["value"] in tables["models"]
         for variant in family["variants"]:
             assert f"`{variant['model_id']}`" in tables["variants"]
+            assert f"`{variant['model_id']}` | {variant['about']['value']}" in tables["variants"]
+        assert f"`{family['variants'][0]['model_id']}` | the model itself |" in tables["variants"]
         for fact in family["facts"]["serve_args"]:
             assert fact["value"][0] in tables["serve-args"]
         for bad in family["facts"]["known_bad_engines"]:

@@ -86,9 +86,9 @@ def models(catalogue: Catalogue) -> str:
 def variants(catalogue: Catalogue) -> str:
     """A variant a row, with what sets it apart."""
     rows = [
-        [_code(variant["model_id"]), variant["about"]["value"] or "the model itself"]
+        [_code(variant["model_id"]), variant["about"]["value"] or ("not stated" if place else "the model itself")]
         for family in catalogue["models"]
-        for variant in family["variants"]
+        for place, variant in enumerate(family["variants"])
     ]
     return table(["model", "what sets it apart"], rows)
 
