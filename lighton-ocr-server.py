@@ -4870,6 +4870,7 @@ def _revisions(repo_id: str) -> str:
 # memory-mapped by it.
 
 
+OPEN_RETRY_S = 30.0
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
 
@@ -4941,7 +4942,7 @@ def open_source(
             f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
         )
     try:
-        hub = patience.call(functools.partial(look_at, at), f"looking at {name}") if at else None
+        hub = Patience(OPEN_RETRY_S).call(functools.partial(look_at, at), f"looking at {name}") if at else None
         fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
         found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
     except (
@@ -9009,7 +9010,7 @@ def _existing(folder: Path) -> Path:
 # them creates anything: a name with a typo leaves no empty dataset behind.
 
 
-LOOK_FOR_S = 120.0
+ASK_FOR_S = 30.0
 MOST_FILES_IN_A_FOLDER = 10_000
 
 
@@ -9076,7 +9077,7 @@ def check_token(repo_id: str) -> None:
             "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
         )
     try:
-        user = Patience(LOOK_FOR_S).call(HfApi().whoami, "asking the Hub whose the token is")
+        user = Patience(ASK_FOR_S).call(HfApi().whoami, "asking the Hub whose the token is")
     except network_errors() as error:
         raise UsageError(
             f"output {repo_id!r} needs a token that can write, and this one is of no use: {error}; "

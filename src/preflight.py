@@ -17,7 +17,7 @@ from .rights import rights_of
 from .room import STAGED_BLOCKS, bytes_of_row, check_room
 from .source import Source, open_source
 
-LOOK_FOR_S = 120.0
+ASK_FOR_S = 30.0
 MOST_FILES_IN_A_FOLDER = 10_000
 
 
@@ -84,7 +84,7 @@ def check_token(repo_id: str) -> None:
             "Set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
         )
     try:
-        user = Patience(LOOK_FOR_S).call(HfApi().whoami, "asking the Hub whose the token is")
+        user = Patience(ASK_FOR_S).call(HfApi().whoami, "asking the Hub whose the token is")
     except network_errors() as error:
         raise UsageError(
             f"output {repo_id!r} needs a token that can write, and this one is of no use: {error}; "

@@ -28,6 +28,7 @@ from .unreadable import unreadable
 if TYPE_CHECKING:
     import pyarrow as pa
 
+OPEN_RETRY_S = 30.0
 SOURCE_RETRY_S = 600.0
 LONGEST_SOURCE_PAUSE_S = 30.0
 
@@ -99,7 +100,7 @@ def open_source(
             f"input {name!r}: no such file or folder, and not a Hub dataset id (namespace/name) or hf:// address"
         )
     try:
-        hub = patience.call(functools.partial(look_at, at), f"looking at {name}") if at else None
+        hub = Patience(OPEN_RETRY_S).call(functools.partial(look_at, at), f"looking at {name}") if at else None
         fingerprint, is_private = (hub.fingerprint, hub.is_private) if hub else (local_fingerprint(path), True)
         found = _open_rows(_Wanted(str(path) if is_local else name, config, split, hub, streaming, shuffle), patience)
     except (

@@ -115,12 +115,12 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "no such column": (
         ["me/scans", "me/out", "--image-column", "scan"],
         {},
-        "no column 'scan' in the input; --image-column takes one of: id, image, kind",
+        "no column 'scan' in the input; --image-column takes one of: image",
     ),
     "a column without pictures": (
         ["me/scans", "me/out", "--image-column", "kind"],
         {},
-        "column 'kind' holds no pictures but int64; --image-column takes one of: id, image, kind",
+        "column 'kind' holds no pictures but int64; --image-column takes one of: image",
     ),
     "a column that is there": (
         ["me/scans", "me/out", "--output-column", "kind"],
