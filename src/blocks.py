@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -93,6 +93,22 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A split of which all blocks are there, as its readers have to find it.
+
+    `rows` are those that were counted; `card` makes the card out of the earlier one, `insists` says that it has to be
+    written anew; `text_columns` are the small ones, of which a row is compared.
+    """
+
+    plan: BlockPlan
+    rows: int
+    schema: pa.Schema
+    card: Callable[[str], str]
+    text_columns: Sequence[str]
+    insists: bool = False
+
+
 class Blocks(Protocol):
     """The blocks of one split of an output, wherever they lie."""
 
@@ -125,6 +141,12 @@ class Blocks(Protocol):
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write block `number`, whole or not at all."""
+
+    def publish(self, whole: Whole) -> str | None:
+        """Make a whole split visible to its readers; return where it is, or None where it was visible all along."""
+
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
 
 
 class BlockFolder:
@@ -206,6 +228,14 @@ class BlockFolder:
                 if number is not None and self._shard.holds(number):
                     leftover.unlink(missing_ok=True)
             yield
+
+    def publish(self, whole: Whole) -> str | None:
+        """Blocks of a folder were visible all along."""
+        return None
+
+    def collected(self) -> str:
+        """Say where the blocks are."""
+        return str(self.root)
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write block `number`, whole or not at all."""

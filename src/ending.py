@@ -8,17 +8,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
-from .blocks import count_statuses
+from .blocks import Whole, count_statuses
+from .card import CardContents, card_text, write_card
 from .columns import new_columns
 from .errors import JobError, UsageError
 from .flow import write_without_pages
 from .hosted import find_runner
 from .interrupt import Interrupted, Interrupts
-from .job import Run, input_name, make_job, run_info, start_counting
+from .job import Run, input_name, make_job, run_info, schema_of, start_counting
 from .options import CommonOptions
 from .preflight import preflight
-from .publish import publish_card, write_card
 from .report import Outcome, duration, say, say_to_programs
 from .result import SOUND
 
@@ -85,37 +86,45 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
 
 
 def take_stock(run: Run) -> None:
-    """Count what the closed blocks hold and write the card, whatever the end was.
+    """Count what the closed blocks hold, whatever the end was, and write the card of a local output.
 
     Of an output on the Hub, or of a run that is one shard of several, that is done once all blocks are there; until
     then its own pages are counted.
     """
     at = run.at
+    on_hub = run.output.repo_id is not None
+    if on_hub or run.way.shard.count > 1 or run.way.finishes:
+        run.missing_blocks = run.missing()
+        if at.blocks.unpublished() or run.missing_blocks:
+            run.statuses = Counter(run.tally.statuses if run.tally else {})
+            return
     closed = at.blocks.closed()
-    shared = run.output.repo_id is not None
-    shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and (at.blocks.unpublished() or run.missing()):
-        run.statuses = Counter(run.tally.statuses if run.tally else {})
-        return
     if not closed:
         return
     run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
-    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
+    if not on_hub:
+        write_card(run.output.folder, card_contents(run))
+
+
+def card_contents(run: Run) -> CardContents:
+    """Return what the card says of this run."""
+    counted = run.tally if run.tally and run.tally.done else None
     info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
-    cost = run.runner.cost(run.tally.pages_per_s()) if run.tally and run.tally.done else None
-    write = publish_card if shared else write_card
-    write(
-        run.output,
-        input_name=input_name(run, at.source),
-        plan=at.plan,
-        statuses=run.statuses,
-        facts={**info, "speed": speed, "cost": cost},
-        command=run.command(),
+    speed = f"{counted.pages_per_s():.2f} pages/s in the last run" if counted else None
+    cost = run.runner.cost(counted.pages_per_s()) if counted else None
+    return CardContents(
+        input_name(run, run.at.source),
+        run.at.plan,
+        run.statuses,
+        {**info, "speed": speed, "cost": cost},
+        run.command(),
+        tags=[Path(run.options.model).name, *(["hf-jobs"] if "JOB_ID" in os.environ else [])],
     )
 
 
 def finish(run: Run) -> None:
     """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
+    publish_whole(run)
     for title, text in first_texts(run, run.options.show):
         say(f"\n── {title} ──\n{text}")
     column = run.options.output_column
@@ -126,6 +135,29 @@ def finish(run: Run) -> None:
             f"{failed} of {run.statuses.total()} pages failed ({share:.1%}; --max-failure-rate is "
             f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
         )
+
+
+def publish_whole(run: Run) -> None:
+    """Publish the split where all its blocks are there; else say where they are collected."""
+    blocks, plan = run.at.blocks, run.at.plan
+    if run.missing_blocks:
+        say(
+            f"{len(run.missing_blocks)} of {len(plan)} blocks are not there yet; the others are collected in "
+            f"{blocks.collected()}, and whoever closes the last one publishes all"
+        )
+        return
+    contents = card_contents(run)
+    whole = Whole(
+        plan,
+        run.statuses.total(),
+        schema_of(run),
+        card=lambda earlier: card_text(earlier, contents),
+        text_columns=new_columns(run.options.output_column),
+        insists=run.way.finishes,
+    )
+    where = blocks.publish(whole)
+    if where:
+        say(f"published: {where}")
 
 
 def first_texts(run: Run, count: int) -> list[tuple[str, str]]:

@@ -1,79 +1,58 @@
-"""Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+"""Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published from there.
 
-A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
-next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the
-local folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the
-next run on the machine commits it.
+Where there is no work ref, the blocks on the target branch are those that are there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import shutil
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .blocks import WHOLE, BlockFolder, Shard, Target, count_values, settings_in
-from .errors import JobError, PublishError, network_errors
-from .interrupt import Interrupted
+from .blocks import WHOLE, BlockFolder, Shard, Whole, count_values, settings_in
+from .errors import PublishError, network_errors
 from .patience import Patience
-from .publish import read_card
+from .publish import blocks_at, publish
+from .uploads import Uploads
+from .verify import verify
+from .work_ref import Destination, has_branch, work_ref
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MOST_IN_A_COMMIT = 200
-MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
-MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
-PUBLISH_RETRY_S = 1800.0
 LOOK_RETRY_S = 120.0
-HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
 REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
 
 LookedT = TypeVar("LookedT")
 
 
 class HubBlocks:
-    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`.
-
-    `first_card` makes, of the card that is there, one in which the split is named. It goes out with the first commit:
-    what `load_dataset` needs has to stand there as long as the run is under way, too.
-    """
+    """The blocks of one split of a Hub dataset. `counted_column` is one whose values are counted as blocks are written:
+    of these the Hub need not be asked."""
 
     def __init__(
         self,
-        repo_id: str,
-        target: Target,
+        place: Destination,
         staging: Path,
         *,
-        private: bool,
-        first_card: Callable[[str], str],
+        counted_column: str = "",
         shard: Shard = WHOLE,
         commit_every_s: float = 600.0,
     ) -> None:
-        self.repo_id = repo_id
-        self.target = target
-        self._first_card = first_card
-        self._local = BlockFolder(staging, target, shard)
-        self._private = private
+        self.place = place
         self._shard = shard
-        self._commit_every_s = commit_every_s
-        self._patience = Patience(PUBLISH_RETRY_S)
+        self._counted_column = counted_column
+        self._counted: dict[int, Counter[str]] = {}
+        self._work = work_ref(place)
+        self._local = BlockFolder(staging, place.target, shard)
+        self._uploads = Uploads(
+            place.repo_id, self._local, self._work, commit_every_s=commit_every_s, on_commit=self._note_commit
+        )
+        self._begins_anew = False
+        self._at = place.revision
         self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
-        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._uploaded: list[tuple[int, Any]] = []
-        self._last_commit = time.monotonic()
-        self._card_names_us = False
-        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
-        self._room = threading.Condition()
-        self._most_bytes = MOST_STAGED_BYTES
-        self._failure: PublishError | None = None
-        self._thread: threading.Thread | None = None
 
     # What is there
 
@@ -92,28 +71,21 @@ class HubBlocks:
         return self._there
 
     def _listed(self) -> dict[int, int]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+        self._at = self._work.find() or self.place.revision
+        return {number: block.size for number, block in blocks_at(self.place, self._at).items()}
 
-        found: dict[int, int] = {}
-        try:
-            for entry in HfApi().list_repo_tree(self.repo_id, self.target.folder, repo_type="dataset"):
-                number = self.target.block_number(entry.path)
-                if number is not None:
-                    found[number] = int(getattr(entry, "size", 0))
-        except (RepositoryNotFoundError, EntryNotFoundError):
-            return {}
-        return found
+    def _note_commit(self, committed: Mapping[int, int]) -> None:
+        self._there = {**self._on_hub(), **committed}
 
     def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
         try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self.repo_id}: {what}")
+            return Patience(LOOK_RETRY_S).call(look, f"{self.place}: {what}")
         except network_errors() as error:
-            raise PublishError(f"{self.repo_id}: {what} failed: {error}; run again to go on") from error
+            raise PublishError(f"{self.place}: {what} failed: {error}; run again to go on") from error
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
-        return f"{self.repo_id}: {self.target.block_name(number)}"
+        return f"{self.place}: {self.place.target.block_name(number)}"
 
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
@@ -123,6 +95,8 @@ class HubBlocks:
 
     def count(self, number: int, column: str) -> Counter[str]:
         """Count the values in a column of a block."""
+        if column == self._counted_column and number in self._counted:
+            return self._counted[number]
         return self._with(number, lambda file: count_values(file, column))
 
     def stored_settings(self) -> list[bytes | None]:
@@ -140,7 +114,7 @@ class HubBlocks:
             with self._opened(number) as file:
                 return look(file)
 
-        return self._looked(look_there, f"reading {self.target.block_name(number)}")
+        return self._looked(look_there, f"reading {self.place.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -148,8 +122,9 @@ class HubBlocks:
         # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
         # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{self.target.block_name(number)}",
+            f"datasets/{self.place.repo_id}/{self.place.target.block_name(number)}",
             "rb",
+            revision=self._at,
             size=self._on_hub()[number],
             block_size=REMOTE_BLOCK_BYTES,
         )
@@ -157,27 +132,15 @@ class HubBlocks:
     # What is written
 
     def unpublished(self) -> bool:
-        """Whether closed blocks wait here for being published."""
+        """Whether closed blocks wait here for their commit."""
         return bool(self._closed_here())
 
     def remove_all(self) -> None:
-        """Remove the blocks of this split, here and, in one commit, on the Hub."""
-        from huggingface_hub import CommitOperationDelete, HfApi
-
+        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers of the
+        target branch when all new ones are there."""
         for number in self._closed_here():
             self._local.path(number).unlink()
-
-        def remove_there() -> None:
-            names = [self.target.block_name(number) for number in sorted(self._listed())]
-            if names:
-                HfApi().create_commit(
-                    self.repo_id,
-                    [CommitOperationDelete(name) for name in names],
-                    repo_type="dataset",
-                    commit_message=f"Start split {self.target} anew",
-                )
-
-        self._looked(remove_there, "removing the blocks that are there")
+        self._begins_anew = True
         self._there = {}
 
     @contextlib.contextmanager
@@ -187,7 +150,7 @@ class HubBlocks:
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
         with self._local.locked():
-            self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+            self._uploads.measure_disk()
             first_error = None
             try:
                 yield
@@ -195,145 +158,69 @@ class HubBlocks:
                 first_error = error
                 raise
             finally:
-                self._end(first_error)
+                self._uploads.end(first_error)
             self._there = None  # other shards have added theirs
 
     def get_ready(self, *, to_write: bool) -> None:
-        """Create the dataset where it is missing, and send on their way the blocks that an earlier run left here.
+        """Open the work ref where it is needed, and send on their way the blocks that an earlier run left here.
 
-        Creating it shows, before any GPU time, whether we may write there.
+        Opening it shows, before any GPU time, whether we may write there.
         """
-        from huggingface_hub import HfApi
-
         leftovers = sorted(self._closed_here())
         if to_write or leftovers:
-            self._looked(
-                lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True),
-                "creating it",
-            )
+            self._looked(self._open_work_ref, "opening the ref that blocks are collected on")
         for number in leftovers:
-            self._send_on_its_way(number)
+            self._uploads.send(number)
+
+    def _open_work_ref(self) -> None:
+        repo_id, revision = self.place.repo_id, self.place.revision
+        starts_empty = self._begins_anew or (self._work.find() is None and not has_branch(repo_id, revision))
+        self._at = self._uploads.revision = self._work.open(anew=self._begins_anew)
+        if starts_empty:
+            self._remove_inherited()
+
+    def _remove_inherited(self) -> None:
+        """Remove the blocks that the work ref has from where it began."""
+        from huggingface_hub import CommitOperationDelete, HfApi
+
+        inherited = [self.place.target.block_name(number) for number in sorted(blocks_at(self.place, self._at))]
+        if inherited:
+            HfApi().create_commit(
+                self.place.repo_id,
+                [CommitOperationDelete(name) for name in inherited],
+                repo_type="dataset",
+                revision=self._at,
+                commit_message=f"Start split {self.place.target} anew",
+            )
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write a block here and send it on its way; waits where too many are under way."""
-        with self._room:
-            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
-                self._raise_failure()
-                self._room.wait(1.0)
+        self._uploads.wait_for_room()
         self._local.write(number, table)
-        self._send_on_its_way(number)
-        self._raise_failure()
+        if self._counted_column in table.schema.names:
+            self._counted[number] = Counter(table[self._counted_column].to_pylist())
+        self._uploads.send(number)
+        self._uploads.raise_failure()
 
-    def _send_on_its_way(self, number: int) -> None:
-        with self._room:
-            self._staged[number] = self._local.path(number).stat().st_size
-        self._waiting.put(number)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
-            self._thread.start()
+    def publish(self, whole: Whole) -> str | None:
+        """Make the split visible to readers, in one commit, and look at it as they do; return its address.
 
-    def _end(self, first_error: BaseException | None) -> None:
-        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
-        if isinstance(first_error, Interrupted):
-            self._patience.hurry(HURRY_S)
-        self._waiting.put(None)
-        try:
-            self._thread.join()
-        except Interrupted:
-            self._patience.hurry(HURRY_S)
-            self._thread.join()
-            raise
-        finally:
-            self._thread = None
-        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
-            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
-        self._raise_failure()
+        Raises `PublishError` where that fails, or where a reader would not find what is expected.
+        """
+        collected = self._looked(self._work.find, "looking for what is collected")
+        if collected or whole.insists:
+            kept = f"{place_of(self.place, collected)} keeps all blocks; the same command goes on"
+            published = publish(self.place, self._work, whole, kept)
+            first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
+            verify(self.place, published, whole, first, kept)
+            self._looked(self._work.close, "putting away the ref that blocks were collected on")
+        return self._looked(self._work.address, "asking for its address")
 
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+        return place_of(self.place, None if self._at == self.place.revision else self._at)
 
-    # The thread that uploads
 
-    def _upload(self) -> None:
-        try:
-            while True:
-                number = self._next_closed()
-                if number is None:
-                    break
-                if number >= 0:
-                    self._send(number)
-                if self._uploaded and self._is_due():
-                    self._commit()
-            self._commit()
-        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
-            self._failure = PublishError(
-                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
-                f"in {self._local.root}; the same command publishes it without asking about a page again"
-            )
-        finally:
-            with self._room:
-                self._room.notify_all()
-
-    def _next_closed(self) -> int | None:
-        """Wait for the next closed block; None at the end, −1 where a commit is due before it comes."""
-        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
-        try:
-            return self._waiting.get(timeout=wait_s if self._uploaded else None)
-        except queue.Empty:
-            return -1
-
-    def _is_due(self) -> bool:
-        since_s = time.monotonic() - self._last_commit
-        return (
-            since_s >= self._commit_every_s
-            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
-            or len(self._uploaded) >= MOST_IN_A_COMMIT
-            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
-        )
-
-    def _send(self, number: int) -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        addition = CommitOperationAdd(self.target.block_name(number), self._local.path(number))
-        self._patience.call(
-            lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
-            f"uploading to {self.repo_id}",
-        )
-        self._uploaded.append((number, addition))
-
-    def _commit(self) -> None:
-        if not self._uploaded:
-            return
-        self._patience.call(self._create_commit, f"committing to {self.repo_id}")
-        committed, self._uploaded = self._uploaded, []
-        self._last_commit = time.monotonic()
-        self._there = {**self._on_hub(), **{number: self._staged[number] for number, _ in committed}}
-        for number, _ in committed:
-            self._local.path(number).unlink(missing_ok=True)
-        with self._room:
-            for number, _ in committed:
-                del self._staged[number]
-            self._room.notify_all()
-
-    def _create_commit(self) -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        operations = [addition for _, addition in self._uploaded]
-        parent = None
-        if not self._card_names_us:
-            commit, earlier = read_card(self.repo_id)
-            card = self._first_card(earlier)
-            if card != earlier:
-                operations.append(CommitOperationAdd("README.md", card.encode()))
-                parent = commit  # a card that another run writes meanwhile must not be lost
-        HfApi().create_commit(
-            self.repo_id,
-            operations,
-            repo_type="dataset",
-            commit_message=f"Blocks of split {self.target}: {len(self._uploaded)}",
-            parent_commit=parent,
-        )
-        self._card_names_us = True
+def place_of(place: Destination, collected: str | None) -> str:
+    """Name the ref of a dataset on which blocks are."""
+    return f"{place.repo_id}@{collected}" if collected else str(place)

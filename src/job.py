@@ -10,28 +10,27 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .blocks import BlockFolder, BlockPlan, Blocks, statuses_of
+from .columns import output_schema
 from .errors import UsageError
 from .flow import Job
 from .hosted import Runner
 from .hub_blocks import HubBlocks
 from .models import ModelProfile, find_profile, prompt_words
 from .options import CommonOptions
-from .publish import (
-    Output,
-    card_text,
-    check_output_is_apart,
-    choose_output,
-    names_split,
-)
+from .publish import Output, check_output_is_apart, choose_output
 from .quality import extra_columns, quality_settings, reading_of, text_rules
 from .question import Question
 from .report import Tally, say
 from .result import SOUND
 from .source import Source
 from .way import Way, way_of
+from .work_ref import Destination
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    missing_blocks: Sequence[int] = ()  # of all shards, at the end
     runner: Runner = field(default_factory=Runner)
     rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
@@ -122,7 +122,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], *, streams: 
         seed=options.seed,
         chat_template_kwargs=dict(profile.chat_template_kwargs),
     )
-    output = choose_output(options.output, options.work_dir)
+    output = choose_output(options.output, options.work_dir, options.output_revision, options.create_pr)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output, way, streams)
 
@@ -139,26 +139,17 @@ def _refuse_secrets(options: CommonOptions) -> None:
 
 def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     """Return the blocks of the output, wherever they lie."""
-    if run.output.repo_id:
+    output, way = run.output, run.way
+    if output.repo_id:
+        place = Destination(output.repo_id, plan.target, output.revision, is_private(run, source), output.create_pr)
         return HubBlocks(
-            run.output.repo_id,
-            plan.target,
-            run.output.folder,
-            private=is_private(run, source),
-            first_card=lambda earlier: _first_card(run, source, plan, earlier),
-            shard=run.way.shard,
-            commit_every_s=run.way.commit_every_s,
+            place,
+            output.folder,
+            counted_column=f"{run.options.output_column}_status",
+            shard=way.shard,
+            commit_every_s=way.commit_every_s,
         )
-    return BlockFolder(run.output.folder, plan.target, run.way.shard)
-
-
-def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
-    """Return the card of an output whose blocks come in: as it was, if it names the split already."""
-    if names_split(earlier, plan.target):
-        return earlier
-    return card_text(
-        earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
-    )
+    return BlockFolder(output.folder, plan.target, way.shard)
 
 
 def input_name(run: Run, source: Source) -> str:
@@ -194,6 +185,18 @@ def run_settings(run: Run) -> dict[str, Any]:
         "results_only": run.way.results_only,
         **quality_settings(options),
     }
+
+
+def schema_of(run: Run) -> pa.Schema:
+    """Return the schema of the output."""
+    without = run.at.source.image_column if run.way.results_only else None
+    return output_schema(
+        run.at.source.rows.schema,
+        run.options.output_column,
+        run_settings(run),
+        without=without,
+        extras=extra_columns(run.options),
+    )
 
 
 def run_info(run: Run) -> dict[str, Any]:

@@ -89,6 +89,12 @@ class CommonOptions:
         metavar="NAME",
     )
     output_split: str | None = option(None, "output", "split of the output (default: the input's name)", metavar="NAME")
+    output_revision: str | None = option(
+        None, "output", "branch of the Hub output, created from main where it is missing (default: main)", metavar="REV"
+    )
+    create_pr: bool = option(
+        False, "output", "publish by a pull request: a draft while blocks come in, marked as ready when all are there"
+    )
     results_only: bool = option(
         False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
     )

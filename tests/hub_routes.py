@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from tests.hub_discussions import Discussions
 from tests.hub_faults import Faults
 from tests.hub_jobs import JobsPlace
 from tests.hub_state import (
@@ -41,6 +42,7 @@ class Routes:
         self.faults = Faults()
         self.parts: dict[str, dict[int, bytes]] = {}
         self.jobs = JobsPlace(self._check_jobs)
+        self.discussions = Discussions(hub, self._repo, self._token)
         self.tree_page_size = 1000
         self.multipart_from_bytes = 16 * 1024 * 1024
         self.multipart_chunk_bytes = 8 * 1024 * 1024
@@ -80,6 +82,7 @@ class Routes:
                 web.get("/lfs/objects/{oid}", self.lfs_get),
                 web.get(files + "/resolve/{revision}/{path:.+}", self.resolve),
                 *self.jobs.routes(),
+                *self.discussions.routes(repo),
             ]
         )
         return app
@@ -350,9 +353,10 @@ class Routes:
         files = dict(base.files)
         for operation in operations:
             apply_operation(files, operation, self.hub.objects)
-        number = repo.pull_requests + 1 if "create_pr" in request.query else None
-        target = f"refs/pr/{number}" if number else ref
         title = f"{header['value']['summary']}\n{header['value'].get('description', '')}"
+        opens = "create_pr" in request.query
+        number = self.discussions.add(repo, title, token.user, status="open").num if opens else None
+        target = f"refs/pr/{number}" if number else ref
         commit = repo.add_commit(target, base, files, token.user, title)
         url = page_url(request, repo.kind, repo.name)
         answer = {"success": True, "commitOid": commit.oid, "commitUrl": f"{url}/commit/{commit.oid}", "hookOutput": ""}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from tests.hub_discussions import Discussions
     from tests.hub_jobs import JobsPlace
 
 
@@ -54,6 +55,11 @@ class HubServer:
     def jobs(self) -> JobsPlace:
         """Where jobs run."""
         return self.routes.jobs
+
+    @property
+    def discussions(self) -> Discussions:
+        """Discussions and pull requests."""
+        return self.routes.discussions
 
     @property
     def requests(self) -> Counter[str]:

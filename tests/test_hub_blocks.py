@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import httpx2 as httpx
 import pyarrow as pa
 import pytest
+from huggingface_hub import RepoFile
 
 from src.blocks import Shard, Target
 from src.errors import EngineError, PublishError
 from src.hub_blocks import HubBlocks
 from src.interrupt import Interrupted
 from src.patience import Patience, is_permanent, wished_pause_s
+from src.work_ref import Destination
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ class Api:
     def __init__(self, staging: Path) -> None:
         self.staging = staging
         self.there: dict[str, int] = {}
+        self.branches = {"main"}
         self.commits: list[list[str]] = []
         self.away = False
         self.gate = threading.Event()
@@ -45,10 +48,18 @@ class Api:
 
     def list_repo_tree(self, *_: Any, **__: Any) -> list[Any]:
         self._answer()
-        return [SimpleNamespace(path=path, size=size) for path, size in self.there.items()]
+        return [RepoFile(path=path, size=size, oid="0") for path, size in self.there.items()]  # type: ignore[no-untyped-call]
+
+    def list_repo_refs(self, *_: Any, **__: Any) -> SimpleNamespace:
+        self._answer()
+        return SimpleNamespace(branches=[SimpleNamespace(name=name) for name in self.branches])
 
     def create_repo(self, *_: Any, **__: Any) -> None:
         self._answer()
+
+    def create_branch(self, _repo: str, *, branch: str, **_options: Any) -> None:
+        self._answer()
+        self.branches.add(branch)
 
     def preupload_lfs_files(self, *_: Any, **__: Any) -> None:
         self._answer()
@@ -56,7 +67,7 @@ class Api:
     def create_commit(self, _repo: str, operations: list[Any], **_options: Any) -> None:
         self.gate.wait(10)
         self._answer()
-        names = [operation.path_in_repo for operation in operations if operation.path_in_repo != "README.md"]
+        names = [operation.path_in_repo for operation in operations]
         assert all((self.staging / name).exists() for name in names), "a block left before its commit"
         self.there |= dict.fromkeys(names, 1)
         self.commits.append(names)
@@ -66,24 +77,16 @@ class Api:
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     fake = Api(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi", fake)
-    monkeypatch.setattr("src.hub_blocks.read_card", lambda repo_id: ("0" * 40, ""))
     monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
-    monkeypatch.setattr("src.hub_blocks.PUBLISH_RETRY_S", 0.2)
+    monkeypatch.setattr("src.uploads.PUBLISH_RETRY_S", 0.2)
     monkeypatch.setattr("src.hub_blocks.LOOK_RETRY_S", 0.1)
     yield fake
     fake.gate.set()
 
 
 def hub_blocks(tmp_path: Path, *, every_s: float = 1e6, shard: Shard | None = None) -> HubBlocks:
-    return HubBlocks(
-        "me/text",
-        Target("train"),
-        tmp_path,
-        private=True,
-        first_card=lambda earlier: earlier or "card",
-        shard=shard or Shard(),
-        commit_every_s=every_s,
-    )
+    place = Destination("me/text", Target("train"))
+    return HubBlocks(place, tmp_path, shard=shard or Shard(), commit_every_s=every_s)
 
 
 def write_and_raise(
@@ -104,8 +107,8 @@ def staged(tmp_path: Path) -> list[int]:
 def test_what_waits_for_its_commit_stays_bounded_and_is_committed_before_the_disk_is_full(
     tmp_path: Path, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("src.hub_blocks.MOST_IN_A_COMMIT", 3)
-    monkeypatch.setattr("src.hub_blocks.MOST_STAGED", 4)
+    monkeypatch.setattr("src.uploads.MOST_IN_A_COMMIT", 3)
+    monkeypatch.setattr("src.uploads.MOST_STAGED", 4)
     blocks, most = hub_blocks(tmp_path), 0
     with blocks.locked():
         blocks.get_ready(to_write=True)
@@ -121,7 +124,7 @@ def test_what_waits_for_its_commit_stays_bounded_and_is_committed_before_the_dis
 
 
 def test_a_small_disk_is_not_filled(tmp_path: Path, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("src.hub_blocks.MOST_STAGED_BYTES", 5000)  # a block has more than 715
+    monkeypatch.setattr("src.uploads.MOST_STAGED_BYTES", 5000)  # a block has more than 715
     blocks = hub_blocks(tmp_path)
     with blocks.locked():
         for number in range(10):
@@ -202,8 +205,8 @@ def test_a_signal_commits_what_is_closed_and_waits_for_no_hub_that_is_away(
     with pytest.raises(Interrupted):
         write_and_raise(hub_blocks(tmp_path), 0, Interrupted(15))
     assert list(api.there) == ["data/train-000000.parquet"]
-    monkeypatch.setattr("src.hub_blocks.PUBLISH_RETRY_S", 1e6)
-    monkeypatch.setattr("src.hub_blocks.HURRY_S", 0.1)
+    monkeypatch.setattr("src.uploads.PUBLISH_RETRY_S", 1e6)
+    monkeypatch.setattr("src.uploads.HURRY_S", 0.1)
     with pytest.raises(PublishError):
         write_and_raise(hub_blocks(tmp_path), 1, Interrupted(15), lambda: setattr(api, "away", True))
     assert staged(tmp_path) == [1]
@@ -232,7 +235,7 @@ def test_a_signal_in_the_last_commit_does_not_cut_it_off(
             blocks.closed()
             blocks.write(0, TABLE)
 
-    monkeypatch.setattr("src.hub_blocks.threading.Thread", Interrupting)
+    monkeypatch.setattr("src.uploads.threading.Thread", Interrupting)
     with pytest.raises(Interrupted):
         run()
     assert list(api.there) == ["data/train-000000.parquet"]

@@ -1,37 +1,32 @@
-"""The output: where it goes, its card, and the Hub (a stand-in on loopback, the real clients)."""
+"""The output: where it goes, and its card."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import datasets
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from huggingface_hub import DatasetCard
 
 from src.blocks import BlockPlan, Target
+from src.card import CardContents, card_text, size_category
 from src.errors import UsageError
-from src.publish import CARD_BEGIN, Output, card_text, check_output_is_apart, choose_output
-from tests.hub_server import HubServer, hub_env
-from tests.runs import SCRIPT, Ended, without_canary, write_pages
-from tests.stub_vllm import StubVllm
+from src.publish import Output, check_output_is_apart, choose_output
 
+BEGIN = "<!-- lighton-ocr default/train,"
 PLAN = BlockPlan(Target("train"), 10, 4)
 
 
 def card(earlier: str = "", plan: BlockPlan = PLAN, **statuses: int) -> str:
-    return card_text(
-        earlier,
-        input_name="me/scans",
-        plan=plan,
-        statuses=statuses or {"ok": 10},
-        facts={"model": "m", "nothing": None, "words": "a|b\nc"},
-        command="uv run it",
+    contents = CardContents(
+        "me/scans",
+        plan,
+        statuses or {"ok": 10},
+        {"model": "m", "nothing": None, "words": "a|b\nc"},
+        "uv run it",
+        tags=["LightOnOCR-2-1B"],
     )
+    return card_text(earlier, contents)
 
 
 def test_a_bare_name_is_a_folder_and_a_slashed_one_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +69,9 @@ def test_the_card_has_the_yaml_that_load_dataset_needs_and_says_what_happened() 
     assert data["configs"] == [
         {"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]}
     ]
-    assert data["tags"] == ["ocr", "uv-script"]
+    assert data["tags"] == ["LightOnOCR-2-1B", "ocr", "uv-script"]
+    assert data["size_categories"] == ["n<1K"]
+    assert "Source dataset: `me/scans`" in text
     assert "10 rows: 8 ok, 1 blank, 0 truncated, 0 repetition, 1 error" in text
     assert "| model | m |" in text
     assert "| words | a\\|b c |" in text
@@ -89,18 +86,16 @@ def test_an_unfinished_run_says_so() -> None:
 def test_writing_the_card_again_changes_nothing_and_keeps_what_people_wrote() -> None:
     once = card()
     assert card(once) == once
-    people = once.replace("tags:", "license: cc0-1.0\ntags:\n- letters").replace(
-        CARD_BEGIN, f"Our letters.\n\n{CARD_BEGIN}"
-    )
+    people = once.replace("tags:", "license: cc0-1.0\ntags:\n- letters").replace(BEGIN, f"Our letters.\n\n{BEGIN}")
     again = card(people + "\nWrite to us.\n", ok=9, error=1)
     assert "Our letters." in again
     assert "Write to us." in again
-    assert again.count(CARD_BEGIN) == 1
+    assert again.count(BEGIN) == 1
     assert "9 ok" in again
     assert "10 ok" not in again
     data = DatasetCard(again).data.to_dict()  # type: ignore[no-untyped-call]
     assert data["license"] == "cc0-1.0"
-    assert data["tags"] == ["letters", "ocr", "uv-script"]
+    assert data["tags"] == ["LightOnOCR-2-1B", "letters", "ocr", "uv-script"]
 
 
 def test_a_second_split_joins_the_first_and_other_configurations_stay() -> None:
@@ -116,98 +111,51 @@ def test_a_readme_without_yaml_is_kept() -> None:
     assert yaml.safe_load(text.split("---")[1])["tags"]
 
 
-# The Hub
+def test_each_split_has_a_section_and_publishing_one_leaves_the_others_alone() -> None:
+    letters = BlockPlan(Target("train", "letters"), 2000, 4)
+    text = card(card(card()), letters, ok=1999, error=1)
+    again = card(text, ok=9, error=1)
+    assert "1999 ok" in again
+    assert "9 ok, 0 blank, 0 truncated, 0 repetition, 1 error" in again
+    assert again.count("# Text of me/scans") == 2
+    data = yaml.safe_load(again.split("---")[1])
+    assert [config["config_name"] for config in data["configs"]] == ["default", "letters"]
+    assert data["configs"][1]["data_files"] == [{"split": "train", "path": "letters/train-*.parquet"}]
+    assert data["size_categories"] == ["1K<n<10K"]
+    assert card(again, ok=9, error=1) == again
 
 
-def run_on(hub: HubServer, home: Path, *words: str, **env: str) -> Ended:
-    home.mkdir(exist_ok=True)
-    environment = {**hub_env(hub, home), "XDG_CACHE_HOME": str(home / "cache"), **env}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *without_canary(words)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+def test_what_people_say_of_the_size_is_kept() -> None:
+    earlier = "---\nsize_categories:\n- 1M<n<10M\n---\n\nOurs.\n"
+    assert yaml.safe_load(card(earlier).split("---")[1])["size_categories"] == ["1M<n<10M"]
 
 
-def seed(hub: HubServer, tmp_path: Path, *, private: bool = False) -> Any:
-    """Put a dataset of 10 pages on the Hub, in two files."""
-    hub.create("me/scans", private=private)
-    path = write_pages(tmp_path / "pages.parquet", 10, row_group_size=3)
-    table = pq.read_table(path)
-    for number in range(2):
-        part = tmp_path / f"part-{number}.parquet"
-        pq.write_table(table.slice(number * 5, 5), part, row_group_size=2)
-        hub.put("me/scans", f"data/train-0000{number}-of-00002.parquet", part.read_bytes())
-    return table
+def test_features_that_an_older_run_left_in_the_card_go_and_those_of_other_configurations_stay() -> None:
+    infos = "dataset_info:\n- config_name: default\n  features: []\n- config_name: raw\n  features: []\n"
+    data = yaml.safe_load(card(f"---\n{infos}---\n").split("---")[1])
+    assert [info["config_name"] for info in data["dataset_info"]] == ["raw"]
+    assert "dataset_info" not in yaml.safe_load(card("---\ndataset_info:\n  features: []\n---\n").split("---")[1])
 
 
-def published(hub: HubServer, repo: str, tmp_path: Path) -> datasets.Dataset:
-    """Load what is on the Hub from its files, as they are there."""
-    folder = tmp_path / "published"
-    for name, content in hub.files(repo, "main").items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "published-cache"))
+@pytest.mark.parametrize(
+    ("rows", "category"),
+    [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (99_999, "10K<n<100K"), (10**6, "1M<n<10M"), (10**9, "1B<n<10B")],
+)
+def test_the_size_of_a_dataset_is_said_as_cards_have_it(rows: int, category: str) -> None:
+    assert size_category(rows) == category
 
 
-def test_from_hub_to_hub_in_one_commit_and_again_without_asking(tmp_path: Path) -> None:
-    with HubServer() as hub, StubVllm() as stub:
-        table = seed(hub, tmp_path, private=True)
-        words = ("me/scans", "me/text", "--server", stub.url, "--block-rows", "4")
-        ended = run_on(hub, tmp_path / "home", *words)
-        assert ended.code == 0, ended.stderr
-        assert stub.stats()["requests"] == 10
-        blocks = {f"data/train-{number:06d}.parquet" for number in range(3)}
-        assert set(hub.files("me/text", "main")) - {".gitattributes"} == {"README.md", *blocks}
-        assert hub.repo("me/text").private
-        dataset = published(hub, "me/text", tmp_path)
-        assert dataset["id"] == table["id"].to_pylist()
-        assert dataset.features["image"] == datasets.Image()
-        assert set(dataset["markdown_status"]) == {"ok"}
-        bare = dataset.cast_column("image", datasets.Image(decode=False))
-        assert [cell["bytes"] for cell in bare["image"]] == [cell["bytes"] for cell in table["image"].to_pylist()]
-        commits = len(hub.commits("me/text", "main"))
-
-        again = run_on(hub, tmp_path / "home", *words)
-        assert again.code == 0, again.stderr
-        assert stub.stats()["requests"] == 10
-        assert len(hub.commits("me/text", "main")) <= commits + 1
-
-        other = run_on(hub, tmp_path / "home2", *words, "--seed", "5")
-        assert other.code == 2
-        assert "seed: was 0, now 5" in other.stderr
-        assert stub.stats()["requests"] == 10
-
-
-def test_a_failed_publish_keeps_the_blocks_and_the_same_command_publishes_them(tmp_path: Path) -> None:
-    with HubServer() as hub, StubVllm() as stub:
-        write_pages(tmp_path / "pages.parquet", 6)
-        words = (str(tmp_path / "pages.parquet"), "me/text", "--server", stub.url, "--block-rows", "4", "--public")
-        hub.fail("POST", "/commit/", 403, times=1)
-        failed = run_on(hub, tmp_path / "home", *words)
-        assert failed.code == 1
-        assert "What is not there yet is kept in" in failed.advice
-        assert failed.line["rows_done"] == 6
-        ended = run_on(hub, tmp_path / "home", *words)
-        assert ended.code == 0, ended.stderr
-        assert stub.stats()["requests"] == 6
-        assert not hub.repo("me/text").private
-        assert len(published(hub, "me/text", tmp_path)) == 6
-
-
-@pytest.mark.parametrize(("token", "words"), [(None, "needs a token that can write"), ("read", "can only read")])
-def test_a_token_that_can_not_write_is_told_before_any_page_is_asked(
-    tmp_path: Path, token: str | None, words: str
-) -> None:
-    with HubServer() as hub, StubVllm() as stub:
-        write_pages(tmp_path / "pages.parquet", 2)
-        env = {"HF_TOKEN": hub.read_token} if token else {"HF_TOKEN": "", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-        ended = run_on(hub, tmp_path / "home", str(tmp_path / "pages.parquet"), "me/text", "--server", stub.url, **env)
-        assert ended.code == 2
-        assert words in ended.advice
-        assert stub.stats()["requests"] == 0
-        assert hub.read_token not in ended.stderr
+def test_an_output_may_be_another_branch_or_a_pull_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    at = choose_output("me/text", None, "v2/new")
+    assert (at.revision, at.folder.name) == ("v2/new", "me--text--at--v2--new")
+    assert choose_output("me/text", None, None, create_pr=True).folder.name == "me--text--pr"
+    for revision in ("refs/pr/1", "a" * 40, "a b", "", "x..y"):
+        with pytest.raises(UsageError, match="is no name of a branch"):
+            choose_output("me/text", None, revision)
+    with pytest.raises(UsageError, match="--create-pr goes to main"):
+        choose_output("me/text", None, "v2", create_pr=True)
+    with pytest.raises(UsageError, match="--output-revision is for Hub outputs"):
+        choose_output("out", None, "v2")
+    with pytest.raises(UsageError, match="--create-pr is for Hub outputs"):
+        choose_output("out", None, create_pr=True)

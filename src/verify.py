@@ -1,0 +1,84 @@
+"""What was published, looked at as a reader does: the files, their features, and a row of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .blocks import Whole
+from .errors import PublishError, network_errors
+from .patience import Patience
+from .publish import Published, blocks_at
+from .work_ref import Destination
+
+if TYPE_CHECKING:
+    import datasets
+
+VERIFY_RETRY_S = 120.0
+
+
+def verify(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
+) -> None:
+    """Raise `PublishError` where a reader of the published revision would not find what is expected.
+
+    `first_rows` has the text columns of the first row, as it was written; nothing where there is no row.
+    """
+
+    def look() -> list[str]:
+        return [*_other_files(place, published), *_other_features_and_rows(place, published, whole, first_rows)]
+
+    try:
+        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {place}")
+    except network_errors() as error:
+        raise PublishError(f"{place} is published, but can't be looked at: {error}; {kept}") from error
+    if differences:
+        raise PublishError(
+            f"{place} is published, but a reader of it does not find what was written:\n  "
+            + "\n  ".join(differences)
+            + f"\n{kept}"
+        )
+
+
+def _other_files(place: Destination, published: Published) -> list[str]:
+    """Say which blocks are not there as they were written."""
+    there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
+    if there == published.oids:
+        return []
+    other = sorted(number for number in {*there, *published.oids} if there.get(number) != published.oids.get(number))
+    return [f"{place.target.block_name(number)} is missing, another, or too many" for number in other[:5]]
+
+
+def _other_features_and_rows(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    import datasets
+
+    expected = datasets.Features.from_arrow_schema(whole.schema)
+    try:
+        stream = datasets.load_dataset(
+            place.repo_id,
+            place.target.config,
+            split=place.target.split,
+            streaming=True,
+            revision=published.commit,
+        )
+        features = stream.features or stream._resolve_features().features
+        found = features_that_differ(expected, features or {})
+        if found:
+            return found
+        rows = [{name: row.get(name) for name in whole.text_columns} for row in stream.decode(False).take(1)]
+    except network_errors():
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
+        return [f"load_dataset fails: {type(error).__name__}: {error}"]
+    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
+
+
+def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
+    """Say which columns a reader finds otherwise, or not at all."""
+    return [
+        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
+        for name in {**expected, **found}
+        if expected.get(name) != found.get(name)
+    ]
