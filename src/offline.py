@@ -29,6 +29,7 @@ On a GPU of your own:
 OUTPUT gets the input's rows in their order, all columns as they were, and four more: `markdown` (the text),
 `markdown_status` (ok, blank, truncated, repetition, error), `markdown_error`, `markdown_tokens`; `inference_info` says
 how. It is written in blocks of rows, data/<split>-<block>.parquet: a run that was killed goes on with the same command.
+Blocks of a Hub dataset are collected on a branch of it while the run is under way, and published when all are there.
 
 Caveat: one process prepares the pages for the engine, so a fast GPU is kept busier by lighton-ocr-server.py, which asks
 the same questions and writes the same blocks.

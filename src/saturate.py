@@ -27,8 +27,9 @@ Several machines share an output: each is given its number, in any order, and ma
     uv run lighton-ocr3-saturate.py namespace/scans namespace/scans-text --num-shards 4 --shard-index 0
 
 How many pages are in flight follows from what the server shows and delivers; --telemetry keeps each decision. Blocks of
-a Hub output are uploaded as they close and committed every --commit-minutes: a run on another machine finds them there.
-Columns, statuses and blocks are those of lighton-ocr-server.py.
+a Hub output are uploaded as they close and committed every --commit-minutes to a branch of it: a run on another machine
+finds them there, and whoever closes the last one publishes all. Columns, statuses and blocks are those of
+lighton-ocr-server.py.
 
 Caveat: a page counts as done when its block is closed. A killed run pays again for the blocks that were open.
 """

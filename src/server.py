@@ -30,6 +30,7 @@ On a GPU of your own with vLLM installed, or against a server that runs (no GPU,
 OUTPUT gets the input's rows in their order, all columns as they were, and four more: `markdown` (the text),
 `markdown_status` (ok, blank, truncated, repetition, error), `markdown_error`, `markdown_tokens`; `inference_info` says
 how. It is written in blocks of rows, data/<split>-<block>.parquet: a run that was killed goes on with the same command.
+Blocks of a Hub dataset are collected on a branch of it while the run is under way, and published when all are there.
 
 Caveat: at the models' own temperatures two runs of a page may differ. Read `markdown_status` before trusting a text.
 """

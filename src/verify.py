@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,9 @@ def _other_features_and_rows(
         found = features_that_differ(expected, features or {})
         if found:
             return found
-        rows = [{name: row.get(name) for name in whole.text_columns} for row in stream.decode(False).take(1)]
+        rows = [
+            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
+        ]
     except network_errors():
         raise
     except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
