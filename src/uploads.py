@@ -184,7 +184,7 @@ class Uploads:
             [addition for _, addition in self._uploaded],
             repo_type="dataset",
             revision=revision,
-            commit_message=f"{len(self._uploaded)} blocks of split {self._local.target}",
+            commit_message=f"Blocks of split {self._local.target}: {len(self._uploaded)}",
         )
 
     def _on_work_ref(self, act: Callable[[str], None]) -> None:
