@@ -149,7 +149,7 @@ class HubBlocks:
 
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
         with self._local.locked():
             disable_progress_bars()  # those of uploads would break the lines that people read
