@@ -30,6 +30,7 @@ On a GPU of your own with vLLM installed, or against a server that runs (no GPU,
 OUTPUT gets the input's rows in their order, all columns as they were, and four more: `markdown` (the text),
 `markdown_status` (ok, blank, truncated, repetition, error), `markdown_error`, `markdown_tokens`; `inference_info` says
 how. It is written in blocks of rows, data/<split>-<block>.parquet: a run that was killed goes on with the same command.
+Blocks of a Hub dataset are collected on a branch of it while the run is under way, and published when all are there.
 
 Caveat: at the models' own temperatures two runs of a page may differ. Read `markdown_status` before trusting a text.
 """
@@ -88,9 +89,15 @@ Caveat: at the models' own temperatures two runs of a page may differ. Read `mar
 #   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
 #   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
 #       stopped.
+#   card: The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
+#   work_ref: Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull
+#       request.
+#   publish: The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
-#   publish: The output: where it goes, and its card.
-#   hub_blocks: Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+#   uploads: Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+#   verify: What was published, looked at as a reader does: the files, their features, and a row of them.
+#   hub_blocks: Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published
+#       from there.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
@@ -185,6 +192,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow as pa
     from huggingface_hub import HfApi, JobHardwareInfo, JobInfo
     from openai import AsyncOpenAI
@@ -2150,6 +2158,22 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A split of which all blocks are there, as its readers have to find it.
+
+    `rows` are those that were counted; `card` makes the card out of the earlier one, `insists` says that it has to be
+    written anew; `text_columns` are the small ones, of which a row is compared.
+    """
+
+    plan: BlockPlan
+    rows: int
+    schema: pa.Schema
+    card: Callable[[str], str]
+    text_columns: Sequence[str]
+    insists: bool = False
+
+
 class Blocks(Protocol):
     """The blocks of one split of an output, wherever they lie."""
 
@@ -2182,6 +2206,12 @@ class Blocks(Protocol):
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write block `number`, whole or not at all."""
+
+    def publish(self, whole: Whole) -> str | None:
+        """Make a whole split visible to its readers; return where it is, or None where it was visible all along."""
+
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
 
 
 class BlockFolder:
@@ -2263,6 +2293,14 @@ class BlockFolder:
                 if number is not None and self._shard.holds(number):
                     leftover.unlink(missing_ok=True)
             yield
+
+    def publish(self, whole: Whole) -> str | None:
+        """Blocks of a folder were visible all along."""
+        return None
+
+    def collected(self) -> str:
+        """Say where the blocks are."""
+        return str(self.root)
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write block `number`, whole or not at all."""
@@ -6058,6 +6096,500 @@ def _flavor_by_shape(environment: Mapping[str, str], prices: PriceList) -> Flavo
     return matching_flavor(prices.flavors, vcpus, ram_gb, gpus)
 
 
+# ---- card ------------------------------------------------------------------------------------------------------------
+# The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
+
+
+CARD_BEGIN = "<!-- lighton-ocr {target}, {rows} rows: written by the script from here -->"
+CARD_END = "<!-- lighton-ocr {target}: to here; text outside is kept -->"
+OUR_SECTION = re.compile(
+    r"<!-- lighton-ocr (?P<target>\S+), (?P<rows>\d+) rows: written by the script from here -->.*?"
+    r"<!-- lighton-ocr (?P=target): to here; text outside is kept -->",
+    re.DOTALL,
+)
+SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+
+
+@dataclass(frozen=True)
+class CardContents:
+    """What a card says of one split: where it comes from, how far it is, how it was made."""
+
+    input_name: str
+    plan: BlockPlan
+    statuses: Mapping[str, int]
+    facts: Mapping[str, Any]
+    command: str
+    tags: Sequence[str] = field(default=())
+
+
+def card_text(earlier: str, contents: CardContents, written: str = "") -> str:
+    """Return the card: `earlier`, with what the split needs in its YAML and with its section.
+
+    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
+    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
+    """
+    from huggingface_hub import DatasetCardData
+
+    target = contents.plan.target
+    data, text = _taken_apart(earlier)
+    described_by_people = "size_categories" in data and not OUR_SECTION.search(text)
+    configs = _with_split(data.get("configs") or [], target)
+    if written:
+        ours = next(config for config in configs if config["config_name"] == target.config)
+        ours["description"] = f"{sum(contents.statuses.values())} rows of {target.split}, the last written {written}"
+    data["configs"] = configs
+    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script", *contents.tags})
+    _forget_features(data, target)
+    body = _with_section(text, target, _section(contents))
+    if not described_by_people:
+        data["size_categories"] = [size_category(sum(int(found["rows"]) for found in OUR_SECTION.finditer(body)))]
+    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def has_section(card: str, target: Target) -> bool:
+    """Whether a card speaks of this split already."""
+    return any(found["target"] == _in_markers(target) for found in OUR_SECTION.finditer(card))
+
+
+def size_category(rows: int) -> str:
+    """Return the size of a dataset, as cards have it."""
+    if rows < 1000:
+        return "n<1K"
+    power = min(len(str(rows)) - 4, len(SIZES) - 2)
+    return f"{SIZES[power]}<n<{SIZES[power + 1]}"
+
+
+def _taken_apart(card: str) -> tuple[dict[str, Any], str]:
+    """Return (YAML, text) of a card."""
+    from huggingface_hub import DatasetCard
+
+    if not card.startswith("---"):
+        return {}, card
+    parsed = DatasetCard(card, ignore_metadata_errors=True)
+    return dict(parsed.data.to_dict()), str(parsed.text)  # type: ignore[no-untyped-call]
+
+
+def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in its own; `default` stands first."""
+    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
+    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
+    others = [file for file in files if file.get("split") != target.split]
+    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
+    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
+
+
+def _forget_features(data: dict[str, Any], target: Target) -> None:
+    """Drop what is said of our configuration's features: they stand in the files, an older run's would be wrong."""
+    said = data.pop("dataset_info", None) or []
+    infos = [said] if isinstance(said, dict) else said
+    kept = [info for info in infos if info.get("config_name", DEFAULT_CONFIG) != target.config]
+    if kept:
+        data["dataset_info"] = kept
+
+
+def _with_section(text: str, target: Target, section: str) -> str:
+    """Put our section where it was, or at the end."""
+    for found in OUR_SECTION.finditer(text):
+        if found["target"] == _in_markers(target):
+            return f"{text[: found.start()]}{section}{text[found.end() :]}"
+    return f"{text.strip()}\n\n{section}".strip()
+
+
+def _in_markers(target: Target) -> str:
+    return f"{target.config}/{target.split}"
+
+
+def _section(contents: CardContents) -> str:
+    plan = contents.plan
+    done = sum(contents.statuses.values())
+    counts = ", ".join(f"{contents.statuses.get(status, 0)} {status}" for status in STATUSES)
+    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in contents.facts.items() if value not in (None, ""))
+    begin, end = CARD_BEGIN, CARD_END
+    return (
+        f"{begin.format(target=_in_markers(plan.target), rows=done)}\n"
+        f"# Text of {contents.input_name}\n{'' if done == plan.num_rows else unfinished}\n"
+        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page. "
+        f"Source dataset: `{contents.input_name}`.\n\n"
+        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
+        f"{end.format(target=_in_markers(plan.target))}"
+    )
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_card(folder: Path, contents: CardContents) -> None:
+    """Write the card beside the blocks of a folder; an existing card's own text is kept."""
+    path = folder / "README.md"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    blocks = BlockFolder(folder, contents.plan.target)
+    newest = max(blocks.path(number).stat().st_mtime for number in blocks.closed())
+    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
+    half.write_text(card_text(earlier, contents, written), encoding="utf-8")
+    half.replace(path)
+
+
+# ---- work_ref --------------------------------------------------------------------------------------------------------
+# Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull request.
+#
+# Readers of the target branch see nothing of it. It is found again by its name, or by author and title: on any machine,
+# by any script, for any shard.
+
+
+MAIN = "main"
+OPEN_STATES = frozenset({"draft", "open"})
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where on the Hub a split goes: to which branch of which dataset, and whether by a pull request."""
+
+    repo_id: str
+    target: Target
+    revision: str = MAIN
+    private: bool = True
+    create_pr: bool = False
+
+    def __str__(self) -> str:
+        return self.repo_id if self.revision == MAIN else f"{self.repo_id}@{self.revision}"
+
+
+class WorkRef(Protocol):
+    """A ref that blocks are collected on. Its methods raise what the client raises."""
+
+    def find(self) -> str | None:
+        """Return the revision of it; None where it is not there."""
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return the revision of it, created where it is not there; `anew`: begun from the target branch again."""
+
+    def publish_to(self) -> str:
+        """Return the revision that the finished split is committed to, created where it is not there."""
+
+    def close(self) -> None:
+        """Put it away: the split is published."""
+
+    def address(self) -> str:
+        """Return where people look at what was published."""
+
+
+def work_ref(place: Destination) -> WorkRef:
+    """Return the ref on which the blocks of a destination are collected."""
+    return PullRequest(place) if place.create_pr else WorkBranch(place)
+
+
+def branch_name(place: Destination) -> str:
+    """Name the work branch of a destination; no two have the same."""
+    split = str(place.target).replace("/", "-")
+    at = "" if place.revision == MAIN else f"--at--{place.revision.replace('/', '--')}"
+    return f"unfinished-{split}{at}"
+
+
+class WorkBranch:
+    """A branch beside the target branch, removed when the split is published."""
+
+    def __init__(self, place: Destination) -> None:
+        self.place = place
+        self.name = branch_name(place)
+
+    def find(self) -> str | None:
+        """Return its name; None where it is not there."""
+        return self.name if self._has_branch(self.name) else None
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return its name, created where it is not there."""
+        api = _api()
+        api.create_repo(self.place.repo_id, repo_type="dataset", private=self.place.private, exist_ok=True)
+        if anew:
+            self.close()
+        start = self.place.revision if self._has_branch(self.place.revision) else MAIN
+        api.create_branch(self.place.repo_id, branch=self.name, revision=start, repo_type="dataset", exist_ok=True)
+        return self.name
+
+    def publish_to(self) -> str:
+        """Return the target branch."""
+        if self.place.revision != MAIN and not self._has_branch(self.place.revision):
+            _api().create_branch(self.place.repo_id, branch=self.place.revision, repo_type="dataset", exist_ok=True)
+        return self.place.revision
+
+    def close(self) -> None:
+        """Remove it; another run may have done so."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        if self._has_branch(self.name):
+            try:
+                _api().delete_branch(self.place.repo_id, branch=self.name, repo_type="dataset")
+            except RevisionNotFoundError:
+                return
+
+    def address(self) -> str:
+        """Return the dataset's page."""
+        api = _api()
+        tree = "" if self.place.revision == MAIN else f"/tree/{self.place.revision}"
+        return f"{api.endpoint}/datasets/{self.place.repo_id}{tree}"
+
+    def _has_branch(self, name: str) -> bool:
+        return has_branch(self.place.repo_id, name)
+
+
+class PullRequest:
+    """A pull request of ours, a draft until the split is whole: for those who may not write to the dataset itself."""
+
+    def __init__(self, place: Destination) -> None:
+        self.place = place
+        self.title = f"Text of split {place.target}, read by LightOnOCR"
+
+    def find(self) -> str | None:
+        """Return its ref; None where there is none that is open."""
+        ours = self._ours()
+        return str(ours[0].git_reference) if ours else None
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return its ref, opened as a draft where there is none."""
+        found = self.find()
+        if found:
+            return found
+        made = _api().create_pull_request(
+            self.place.repo_id,
+            self.title,
+            description="Blocks come in while pages are read; it is marked as ready when all are there.",
+            repo_type="dataset",
+        )
+        say(f"opened a draft of a pull request: {made.url}")
+        first = self._ours()[0]  # two shards may have opened one each
+        if made.num != first.num:
+            _api().change_discussion_status(
+                self.place.repo_id, made.num, "closed", comment=f"#{first.num} is there already", repo_type="dataset"
+            )
+        return str(first.git_reference)
+
+    def publish_to(self) -> str:
+        """Return its own ref: nothing is copied."""
+        return self.open()
+
+    def close(self) -> None:
+        """Mark it as ready to be merged."""
+        for one in self._ours()[:1]:
+            if one.status == "draft":
+                _api().change_discussion_status(self.place.repo_id, one.num, "open", repo_type="dataset")
+
+    def address(self) -> str:
+        """Return the page of the pull request; of the dataset where it was merged."""
+        ours = self._ours()
+        return str(ours[0].url) if ours else f"{_api().endpoint}/datasets/{self.place.repo_id}"
+
+    def _ours(self) -> list[Any]:
+        """Return our pull requests that are not closed, the oldest first."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        api = _api()
+        try:
+            found = api.get_repo_discussions(
+                self.place.repo_id,
+                author=api.whoami()["name"],
+                discussion_type="pull_request",
+                repo_type="dataset",
+            )
+            ours = [one for one in found if one.title == self.title and one.status in OPEN_STATES]
+        except RepositoryNotFoundError as error:
+            raise UsageError(
+                f"--create-pr: there is no dataset {self.place.repo_id!r} to open a pull request on, or the token may "
+                "not see it; create it first, or leave --create-pr out"
+            ) from error
+        return sorted(ours, key=lambda one: int(one.num))
+
+
+def has_branch(repo_id: str, name: str) -> bool:
+    """Whether a Hub dataset has this branch; False where there is no such dataset."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        refs = _api().list_repo_refs(repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return False
+    return any(branch.name == name for branch in refs.branches)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi()
+
+
+# ---- publish ---------------------------------------------------------------------------------------------------------
+# The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
+
+
+PUBLISH_FOR_S = 1800.0
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+BRANCH = re.compile(r"(?!refs/|.*(//|\.\.|@\{|\.lock$|/$))[A-Za-z0-9_][\w./@+-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any.
+
+    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead.
+    """
+
+    folder: Path
+    repo_id: str | None = None
+    revision: str = MAIN
+    create_pr: bool = False
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.folder)
+
+
+def choose_output(name: str, work_dir: str | None, revision: str | None = None, create_pr: bool = False) -> Output:
+    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
+    path = Path(name).expanduser()
+    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
+        _check_revision(revision, create_pr)
+        at = "--pr" if create_pr else f"--at--{revision.replace('/', '--')}" if revision not in (None, MAIN) else ""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+        folder = Path(work_dir) if work_dir else cache / f"{name.replace('/', '--')}{at}"
+        return Output(folder, name, revision or MAIN, create_pr)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
+    for flag, given in {"--work-dir": work_dir, "--output-revision": revision, "--create-pr": create_pr}.items():
+        if given:
+            raise UsageError(f"{flag} is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
+    return Output(path)
+
+
+def _check_revision(revision: str | None, create_pr: bool) -> None:
+    if revision is None:
+        return
+    if create_pr:
+        raise UsageError("--create-pr goes to main; leave --output-revision out")
+    if COMMIT.fullmatch(revision) or not BRANCH.fullmatch(revision):
+        raise UsageError(
+            f"--output-revision {revision!r} is no name of a branch; name one (it is created from main if missing), or "
+            "open a pull request with --create-pr"
+        )
+
+
+def check_output_is_apart(output: Output, input_name: str) -> None:
+    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
+    if output.repo_id and output.repo_id == input_name:
+        raise UsageError(f"input and output are both {input_name!r}; name another output")
+    source = Path(input_name).expanduser()
+    if not source.exists():
+        return
+    here, there = output.folder.resolve(), source.resolve()
+    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
+        raise UsageError(
+            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
+        )
+
+
+@dataclass(frozen=True)
+class RemoteBlock:
+    """A block's file on the Hub: how many bytes, and the name of its content."""
+
+    size: int
+    oid: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """What readers see: at which commit, and the content of each block there."""
+
+    commit: str
+    oids: Mapping[int, str]
+
+
+def blocks_at(place: Destination, revision: str) -> dict[int, RemoteBlock]:
+    """Return the blocks of a split at a revision; none where there is no such dataset, revision or folder."""
+    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    found: dict[int, RemoteBlock] = {}
+    try:
+        tree = HfApi().list_repo_tree(place.repo_id, place.target.folder, revision=revision, repo_type="dataset")
+        for entry in tree:
+            number = place.target.block_number(entry.path)
+            if number is not None and isinstance(entry, RepoFile):
+                found[number] = RemoteBlock(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
+        return {}
+    return found
+
+
+def card_at(repo_id: str, revision: str) -> str:
+    """Return the card of a Hub dataset at a revision; nothing where there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=revision)
+    except EntryNotFoundError:
+        return ""
+    return Path(path).read_text(encoding="utf-8")
+
+
+def publish(place: Destination, work: WorkRef, whole: Whole, kept: str) -> Published:
+    """Make the collected blocks, and the card, visible in one commit; return what readers then see.
+
+    It is made upon the head that was looked at: where another run publishes in the same moment, another split or
+    configuration, the Hub refuses it, and it is made anew upon that run's. Done already, it does nothing.
+    """
+    if whole.rows != whole.plan.num_rows:
+        raise PublishError(
+            f"the blocks of {place} hold {whole.rows} rows, and {whole.plan.num_rows} are wanted; nothing is "
+            "published. Start anew with --overwrite"
+        )
+    try:
+        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_differs(place, work, whole), f"publishing to {place}")
+    except network_errors() as error:
+        raise PublishError(f"publishing to {place} failed: {error}. {kept}") from error
+
+
+def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Published:
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    collected, branch = work.find(), work.publish_to()
+    head = str(api.dataset_info(place.repo_id, revision=branch).sha)
+    there = blocks_at(place, head)
+    # pinned, for a shard that asks again about failed rows may go on collecting
+    source = str(api.dataset_info(place.repo_id, revision=collected).sha) if collected else head
+    ours = there if source == head else blocks_at(place, source)
+    numbers = range(len(whole.plan))
+    missing = [number for number in numbers if number not in ours]
+    if missing:
+        raise PublishError(f"{place}: block {missing[0]} is gone; run again to write it anew")
+    operations: list[Any] = []
+    for number in numbers:
+        name = place.target.block_name(number)
+        if there.get(number) != ours[number]:
+            operations.append(CommitOperationCopy(name, name, src_revision=source))
+    operations += [CommitOperationDelete(place.target.block_name(number)) for number in there if number not in numbers]
+    card = card_at(place.repo_id, head)
+    if operations or whole.insists or not has_section(card, place.target):
+        text = whole.card(card)
+        if text != card:
+            operations.append(CommitOperationAdd("README.md", text.encode()))
+    commit = head
+    if operations:
+        made = api.create_commit(
+            place.repo_id,
+            operations,
+            repo_type="dataset",
+            revision=branch,
+            commit_message=f"Text of split {place.target}",
+            parent_commit=head,
+        )
+        commit = str(made.oid)
+    return Published(commit, {number: ours[number].oid for number in numbers})
+
+
 # ---- interrupt -------------------------------------------------------------------------------------------------------
 # Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
 
@@ -6135,247 +6667,304 @@ class Interrupts:
         self._cancel()
 
 
-# ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, and its card.
-
-
-CARD_RETRY_S = 300.0
-CARD_BEGIN = "<!-- lighton-ocr: written by the script from here -->"
-CARD_END = "<!-- lighton-ocr: to here; text outside is kept -->"
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any."""
-
-    folder: Path
-    repo_id: str | None = None
-
-    def __str__(self) -> str:
-        return self.repo_id or str(self.folder)
-
-
-def choose_output(name: str, work_dir: str | None) -> Output:
-    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
-    path = Path(name).expanduser()
-    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
-        return Output(Path(work_dir) if work_dir else cache / name.replace("/", "--"), repo_id=name)
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
-    if work_dir:
-        raise UsageError(f"--work-dir is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
-    return Output(path)
-
-
-def check_output_is_apart(output: Output, input_name: str) -> None:
-    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
-    if output.repo_id and output.repo_id == input_name:
-        raise UsageError(f"input and output are both {input_name!r}; name another output")
-    source = Path(input_name).expanduser()
-    if not source.exists():
-        return
-    here, there = output.folder.resolve(), source.resolve()
-    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
-        raise UsageError(
-            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
-        )
-
-
-def card_text(
-    earlier: str,
-    *,
-    input_name: str,
-    plan: BlockPlan,
-    statuses: Mapping[str, int] | None,
-    facts: Mapping[str, Any],
-    command: str,
-    written: str = "",
-) -> str:
-    """Return the dataset card: the YAML that `load_dataset` needs, what happened, and what people wrote before.
-
-    `statuses` is None while blocks come in that nobody has counted yet. `written` says when the last block was written:
-    `load_dataset` caches a local folder with a card by what the card says alone (datasets 5.2), so that without it a
-    finished output would load as the unfinished one loaded before.
-    """
-    from huggingface_hub import DatasetCard, DatasetCardData
-
-    data: dict[str, Any] = {}
-    people_wrote = earlier
-    if earlier.startswith("---"):
-        card = DatasetCard(earlier, ignore_metadata_errors=True)
-        data, people_wrote = dict(card.data.to_dict()), card.text  # type: ignore[no-untyped-call]
-    data["configs"] = _with_split(data.get("configs") or [], plan.target)
-    if written and statuses is not None:
-        ours = next(config for config in data["configs"] if config["config_name"] == plan.target.config)
-        ours["description"] = f"{sum(statuses.values())} rows of {plan.target.split}, the last written {written}"
-    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script"})
-    data.pop("dataset_info", None)  # the features stand in the parquet files; an older run's would be wrong
-    body = _with_section(people_wrote, _section(input_name, plan, statuses, facts, command))
-    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
-
-
-def names_split(card: str, target: Target) -> bool:
-    """Whether the YAML of a card says already where the files of a split lie."""
-    from huggingface_hub import DatasetCard
-
-    if not card.startswith("---"):
-        return False
-    data = DatasetCard(card, ignore_metadata_errors=True).data.to_dict()  # type: ignore[no-untyped-call]
-    configs = [config for config in data.get("configs") or [] if config.get("config_name") == target.config]
-    files = [file for config in configs for file in config.get("data_files") or [] if isinstance(file, dict)]
-    return any(file.get("split") == target.split for file in files)
-
-
-def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in its own; `default` stands first."""
-    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
-    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
-    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
-    others = [file for file in files if file.get("split") != target.split]
-    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
-    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
-
-
-def _with_section(text: str, section: str) -> str:
-    """Put our section where it was, or at the end."""
-    before, begin, rest = text.partition(CARD_BEGIN)
-    after = rest.partition(CARD_END)[2] if begin else ""
-    return f"{before.strip()}\n\n{section}\n\n{after.strip()}".strip()
-
-
-def _section(
-    input_name: str, plan: BlockPlan, statuses: Mapping[str, int] | None, facts: Mapping[str, Any], command: str
-) -> str:
-    state, counted = _how_far(plan, statuses)
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items() if value not in (None, ""))
-    return (
-        f"{CARD_BEGIN}\n# Text of {input_name}\n{state}\n"
-        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page.\n\n"
-        f"{counted}| | |\n|---|---|\n{rows}\n\n```bash\n{command}\n```\n{CARD_END}"
-    )
-
-
-def _how_far(plan: BlockPlan, statuses: Mapping[str, int] | None) -> tuple[str, str]:
-    """Say what is missing yet, and what is there."""
-    if statuses is None:
-        return f"\n**Unfinished**: blocks come in as they close, until there are {plan.num_rows} rows.\n", ""
-    done = sum(statuses.values())
-    counts = ", ".join(f"{statuses.get(status, 0)} {status}" for status in STATUSES)
-    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    return "" if done == plan.num_rows else unfinished, f"{done} rows: {counts}.\n\n"
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def write_card(output: Output, **contents: Any) -> None:
-    """Write the card beside the blocks; an existing card's own text is kept."""
-    path = output.folder / "README.md"
-    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    folder = BlockFolder(output.folder, contents["plan"].target)
-    newest = max(folder.path(number).stat().st_mtime for number in folder.closed())
-    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
-    half.write_text(card_text(earlier, written=written, **contents), encoding="utf-8")
-    half.replace(path)
-
-
-def read_card(repo_id: str) -> tuple[str, str]:
-    """Return (commit, card) of a Hub dataset as it is now; the card is empty where there is none."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    commit = str(HfApi().dataset_info(repo_id).sha)
-    try:
-        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=commit)
-    except EntryNotFoundError:
-        return commit, ""
-    return commit, Path(path).read_text(encoding="utf-8")
-
-
-def publish_card(output: Output, **contents: Any) -> None:
-    """Write the card of a Hub dataset whose blocks are there already; what people wrote in it is kept."""
-    assert output.repo_id is not None
-    repo_id = output.repo_id
-
-    def write_it() -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        commit, earlier = read_card(repo_id)
-        text = card_text(earlier, **contents)
-        if text != earlier:
-            addition = CommitOperationAdd("README.md", text.encode())
-            # upon the card that was read: another run's would be lost
-            HfApi().create_commit(repo_id, [addition], repo_type="dataset", commit_message="Card", parent_commit=commit)
-
-    try:
-        Patience(CARD_RETRY_S).call(write_it, f"writing the card of {repo_id}")
-    except network_errors() as error:
-        raise PublishError(
-            f"the blocks are in {repo_id}, but its card could not be written: {error}. "
-            "The same command with --finish writes it"
-        ) from error
-
-
-# ---- hub_blocks ------------------------------------------------------------------------------------------------------
-# Blocks of a Hub dataset: uploaded as they close, committed rarely, and found there by any machine.
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+# Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
 #
-# A closed block is written to a local folder first, uploaded at once (which nobody sees), and becomes visible with the
-# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the
-# local folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the
-# next run on the machine commits it.
+# A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
+# next commit to the work ref: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed
+# leaves the local folder, so that the disk holds what is under way and no more. What could not be committed stays
+# there, and the next run on the machine commits it.
 
 
+MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
 MOST_IN_A_COMMIT = 200
 MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
 MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
 PUBLISH_RETRY_S = 1800.0
-LOOK_RETRY_S = 120.0
 HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+
+
+class Uploads:
+    """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        local: BlockFolder,
+        work: WorkRef,
+        *,
+        commit_every_s: float,
+        on_commit: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        self.revision = ""  # of the work ref, once it is open
+        self._repo_id = repo_id
+        self._local = local
+        self._work = work
+        self._commit_every_s = commit_every_s
+        self._on_commit = on_commit
+        self._patience = Patience(PUBLISH_RETRY_S)
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._uploaded: list[tuple[int, Any]] = []
+        self._last_commit = time.monotonic()
+        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
+        self._room = threading.Condition()
+        self._most_bytes = MOST_STAGED_BYTES
+        self._failure: PublishError | None = None
+        self._thread: threading.Thread | None = None
+
+    def measure_disk(self) -> None:
+        """Find out how many bytes may wait here."""
+        self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+
+    def wait_for_room(self) -> None:
+        """Wait where too many blocks are under way."""
+        with self._room:
+            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
+                self.raise_failure()
+                self._room.wait(1.0)
+
+    def send(self, number: int) -> None:
+        """Send a block on its way."""
+        with self._room:
+            self._staged[number] = self._local.path(number).stat().st_size
+        self._waiting.put(number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+
+    def end(self, first_error: BaseException | None) -> None:
+        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
+        if self._thread is None:
+            return
+        if isinstance(first_error, Interrupted):
+            self._patience.hurry(HURRY_S)
+        self._waiting.put(None)
+        try:
+            self._thread.join()
+        except Interrupted:
+            self._patience.hurry(HURRY_S)
+            self._thread.join()
+            raise
+        finally:
+            self._thread = None
+        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
+            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._failure:
+            raise self._failure
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            goes_on = True
+            while goes_on:
+                numbers, goes_on = self._next_closed()
+                if numbers:
+                    self._send(numbers)
+                if self._uploaded and self._is_due():
+                    self._commit()
+            self._commit()
+        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
+            self._failure = PublishError(
+                f"publishing to {self._repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
+            )
+        finally:
+            with self._room:
+                self._room.notify_all()
+
+    def _next_closed(self) -> tuple[list[int], bool]:
+        """Wait for closed blocks, or until a commit is due; return them, and whether more may come."""
+        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
+        most = max(1, min(MOST_AT_ONCE, MOST_IN_A_COMMIT - len(self._uploaded)))
+        numbers: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            number = self._waiting.get(timeout=wait_s if self._uploaded else None)
+            while number is not None:
+                numbers.append(number)
+                if len(numbers) == most:
+                    return numbers, True
+                number = self._waiting.get_nowait()
+            return numbers, False
+        return numbers, True
+
+    def _is_due(self) -> bool:
+        since_s = time.monotonic() - self._last_commit
+        return (
+            since_s >= self._commit_every_s
+            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
+            or len(self._uploaded) >= MOST_IN_A_COMMIT
+            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
+        )
+
+    def _send(self, numbers: list[int]) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        names = {number: self._local.target.block_name(number) for number in numbers}
+        additions = [CommitOperationAdd(name, self._local.path(number)) for number, name in names.items()]
+        self._patience.call(
+            lambda: self._on_work_ref(
+                lambda revision: HfApi().preupload_lfs_files(
+                    self._repo_id, additions, repo_type="dataset", revision=revision
+                )
+            ),
+            f"uploading to {self._repo_id}",
+        )
+        self._uploaded += zip(numbers, additions, strict=True)
+
+    def _commit(self) -> None:
+        if not self._uploaded:
+            return
+        self._patience.call(lambda: self._on_work_ref(self._create_commit), f"committing to {self._repo_id}")
+        committed, self._uploaded = self._uploaded, []
+        self._last_commit = time.monotonic()
+        self._on_commit({number: self._staged[number] for number, _ in committed})
+        for number, _ in committed:
+            self._local.path(number).unlink(missing_ok=True)
+        with self._room:
+            for number, _ in committed:
+                del self._staged[number]
+            self._room.notify_all()
+
+    def _create_commit(self, revision: str) -> None:
+        from huggingface_hub import HfApi
+
+        HfApi().create_commit(
+            self._repo_id,
+            [addition for _, addition in self._uploaded],
+            repo_type="dataset",
+            revision=revision,
+            commit_message=f"Blocks of split {self._local.target}: {len(self._uploaded)}",
+        )
+
+    def _on_work_ref(self, act: Callable[[str], None]) -> None:
+        """Do something at the work ref, opened again where another shard has found all blocks there and published."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        try:
+            act(self.revision)
+        except RevisionNotFoundError:
+            self.revision = self._work.open()
+            act(self.revision)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+# What was published, looked at as a reader does: the files, their features, and a row of them.
+
+
+VERIFY_RETRY_S = 120.0
+
+
+def verify(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
+) -> None:
+    """Raise `PublishError` where a reader of the published revision would not find what is expected.
+
+    `first_rows` has the text columns of the first row, as it was written; nothing where there is no row.
+    """
+
+    def look() -> list[str]:
+        return [*_other_files(place, published), *_other_features_and_rows(place, published, whole, first_rows)]
+
+    try:
+        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {place}")
+    except network_errors() as error:
+        raise PublishError(f"{place} is published, but can't be looked at: {error}; {kept}") from error
+    if differences:
+        raise PublishError(
+            f"{place} is published, but a reader of it does not find what was written:\n  "
+            + "\n  ".join(differences)
+            + f"\n{kept}"
+        )
+
+
+def _other_files(place: Destination, published: Published) -> list[str]:
+    """Say which blocks are not there as they were written."""
+    there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
+    if there == published.oids:
+        return []
+    other = sorted(number for number in {*there, *published.oids} if there.get(number) != published.oids.get(number))
+    return [f"{place.target.block_name(number)} is missing, another, or too many" for number in other[:5]]
+
+
+def _other_features_and_rows(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    import datasets
+
+    expected = datasets.Features.from_arrow_schema(whole.schema)
+    try:
+        stream = datasets.load_dataset(
+            place.repo_id,
+            place.target.config,
+            split=place.target.split,
+            streaming=True,
+            revision=published.commit,
+        )
+        features = stream.features or stream._resolve_features().features
+        found = features_that_differ(expected, features or {})
+        if found:
+            return found
+        rows = [
+            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
+        ]
+    except network_errors():
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
+        return [f"load_dataset fails: {type(error).__name__}: {error}"]
+    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
+
+
+def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
+    """Say which columns a reader finds otherwise, or not at all."""
+    return [
+        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
+        for name in {**expected, **found}
+        if expected.get(name) != found.get(name)
+    ]
+
+
+# ---- hub_blocks ------------------------------------------------------------------------------------------------------
+# Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published from there.
+#
+# Where there is no work ref, the blocks on the target branch are those that are there.
+
+
+LOOK_RETRY_S = 120.0
 REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
 
 LookedT = TypeVar("LookedT")
 
 
 class HubBlocks:
-    """The blocks of one split of a Hub dataset, by the same verbs as `BlockFolder`.
-
-    `first_card` makes, of the card that is there, one in which the split is named. It goes out with the first commit:
-    what `load_dataset` needs has to stand there as long as the run is under way, too.
-    """
+    """The blocks of one split of a Hub dataset. `counted_column` is one whose values are counted as blocks are written:
+    of these the Hub need not be asked."""
 
     def __init__(
         self,
-        repo_id: str,
-        target: Target,
+        place: Destination,
         staging: Path,
         *,
-        private: bool,
-        first_card: Callable[[str], str],
+        counted_column: str = "",
         shard: Shard = WHOLE,
         commit_every_s: float = 600.0,
     ) -> None:
-        self.repo_id = repo_id
-        self.target = target
-        self._first_card = first_card
-        self._local = BlockFolder(staging, target, shard)
-        self._private = private
+        self.place = place
         self._shard = shard
-        self._commit_every_s = commit_every_s
-        self._patience = Patience(PUBLISH_RETRY_S)
+        self._counted_column = counted_column
+        self._counted: dict[int, Counter[str]] = {}
+        self._work = work_ref(place)
+        self._local = BlockFolder(staging, place.target, shard)
+        self._uploads = Uploads(
+            place.repo_id, self._local, self._work, commit_every_s=commit_every_s, on_commit=self._note_commit
+        )
+        self._begins_anew = False
+        self._at = place.revision
         self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
-        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._uploaded: list[tuple[int, Any]] = []
-        self._last_commit = time.monotonic()
-        self._card_names_us = False
-        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
-        self._room = threading.Condition()
-        self._most_bytes = MOST_STAGED_BYTES
-        self._failure: PublishError | None = None
-        self._thread: threading.Thread | None = None
 
     # What is there
 
@@ -6394,28 +6983,21 @@ class HubBlocks:
         return self._there
 
     def _listed(self) -> dict[int, int]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+        self._at = self._work.find() or self.place.revision
+        return {number: block.size for number, block in blocks_at(self.place, self._at).items()}
 
-        found: dict[int, int] = {}
-        try:
-            for entry in HfApi().list_repo_tree(self.repo_id, self.target.folder, repo_type="dataset"):
-                number = self.target.block_number(entry.path)
-                if number is not None:
-                    found[number] = int(getattr(entry, "size", 0))
-        except (RepositoryNotFoundError, EntryNotFoundError):
-            return {}
-        return found
+    def _note_commit(self, committed: Mapping[int, int]) -> None:
+        self._there = {**self._on_hub(), **committed}
 
     def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
         try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self.repo_id}: {what}")
+            return Patience(LOOK_RETRY_S).call(look, f"{self.place}: {what}")
         except network_errors() as error:
-            raise PublishError(f"{self.repo_id}: {what} failed: {error}; run again to go on") from error
+            raise PublishError(f"{self.place}: {what} failed: {error}; run again to go on") from error
 
     def where(self, number: int) -> str:
         """Say where block `number` is, or will be."""
-        return f"{self.repo_id}: {self.target.block_name(number)}"
+        return f"{self.place}: {self.place.target.block_name(number)}"
 
     def read(self, number: int, columns: list[str]) -> pa.Table:
         """Read some columns of a block; from the Hub only their bytes are fetched."""
@@ -6425,6 +7007,8 @@ class HubBlocks:
 
     def count(self, number: int, column: str) -> Counter[str]:
         """Count the values in a column of a block."""
+        if column == self._counted_column and number in self._counted:
+            return self._counted[number]
         return self._with(number, lambda file: count_values(file, column))
 
     def stored_settings(self) -> list[bytes | None]:
@@ -6442,7 +7026,7 @@ class HubBlocks:
             with self._opened(number) as file:
                 return look(file)
 
-        return self._looked(look_there, f"reading {self.target.block_name(number)}")
+        return self._looked(look_there, f"reading {self.place.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -6450,8 +7034,9 @@ class HubBlocks:
         # Told the size, it lists no folder: that would cost as many requests as there are thousands of blocks, and go
         # stale.
         return HfFileSystem().open(
-            f"datasets/{self.repo_id}/{self.target.block_name(number)}",
+            f"datasets/{self.place.repo_id}/{self.place.target.block_name(number)}",
             "rb",
+            revision=self._at,
             size=self._on_hub()[number],
             block_size=REMOTE_BLOCK_BYTES,
         )
@@ -6459,27 +7044,15 @@ class HubBlocks:
     # What is written
 
     def unpublished(self) -> bool:
-        """Whether closed blocks wait here for being published."""
+        """Whether closed blocks wait here for their commit."""
         return bool(self._closed_here())
 
     def remove_all(self) -> None:
-        """Remove the blocks of this split, here and, in one commit, on the Hub."""
-        from huggingface_hub import CommitOperationDelete, HfApi
-
+        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers of the
+        target branch when all new ones are there."""
         for number in self._closed_here():
             self._local.path(number).unlink()
-
-        def remove_there() -> None:
-            names = [self.target.block_name(number) for number in sorted(self._listed())]
-            if names:
-                HfApi().create_commit(
-                    self.repo_id,
-                    [CommitOperationDelete(name) for name in names],
-                    repo_type="dataset",
-                    commit_message=f"Start split {self.target} anew",
-                )
-
-        self._looked(remove_there, "removing the blocks that are there")
+        self._begins_anew = True
         self._there = {}
 
     @contextlib.contextmanager
@@ -6488,8 +7061,11 @@ class HubBlocks:
 
         Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
         """
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
         with self._local.locked():
-            self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+            disable_progress_bars()  # those of uploads would break the lines that people read
+            self._uploads.measure_disk()
             first_error = None
             try:
                 yield
@@ -6497,148 +7073,72 @@ class HubBlocks:
                 first_error = error
                 raise
             finally:
-                self._end(first_error)
+                self._uploads.end(first_error)
             self._there = None  # other shards have added theirs
 
     def get_ready(self, *, to_write: bool) -> None:
-        """Create the dataset where it is missing, and send on their way the blocks that an earlier run left here.
+        """Open the work ref where it is needed, and send on their way the blocks that an earlier run left here.
 
-        Creating it shows, before any GPU time, whether we may write there.
+        Opening it shows, before any GPU time, whether we may write there.
         """
-        from huggingface_hub import HfApi
-
         leftovers = sorted(self._closed_here())
         if to_write or leftovers:
-            self._looked(
-                lambda: HfApi().create_repo(self.repo_id, repo_type="dataset", private=self._private, exist_ok=True),
-                "creating it",
-            )
+            self._looked(self._open_work_ref, "opening the ref that blocks are collected on")
         for number in leftovers:
-            self._send_on_its_way(number)
+            self._uploads.send(number)
+
+    def _open_work_ref(self) -> None:
+        repo_id, revision = self.place.repo_id, self.place.revision
+        starts_empty = self._begins_anew or (self._work.find() is None and not has_branch(repo_id, revision))
+        self._at = self._uploads.revision = self._work.open(anew=self._begins_anew)
+        if starts_empty:
+            self._remove_inherited()
+
+    def _remove_inherited(self) -> None:
+        """Remove the blocks that the work ref has from where it began."""
+        from huggingface_hub import CommitOperationDelete, HfApi
+
+        inherited = [self.place.target.block_name(number) for number in sorted(blocks_at(self.place, self._at))]
+        if inherited:
+            HfApi().create_commit(
+                self.place.repo_id,
+                [CommitOperationDelete(name) for name in inherited],
+                repo_type="dataset",
+                revision=self._at,
+                commit_message=f"Start split {self.place.target} anew",
+            )
 
     def write(self, number: int, table: pa.Table) -> None:
         """Write a block here and send it on its way; waits where too many are under way."""
-        with self._room:
-            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
-                self._raise_failure()
-                self._room.wait(1.0)
+        self._uploads.wait_for_room()
         self._local.write(number, table)
-        self._send_on_its_way(number)
-        self._raise_failure()
+        if self._counted_column in table.schema.names:
+            self._counted[number] = Counter(table[self._counted_column].to_pylist())
+        self._uploads.send(number)
+        self._uploads.raise_failure()
 
-    def _send_on_its_way(self, number: int) -> None:
-        with self._room:
-            self._staged[number] = self._local.path(number).stat().st_size
-        self._waiting.put(number)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._upload, name="upload", daemon=True)
-            self._thread.start()
+    def publish(self, whole: Whole) -> str | None:
+        """Make the split visible to readers, in one commit, and look at it as they do; return its address.
 
-    def _end(self, first_error: BaseException | None) -> None:
-        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
-        if isinstance(first_error, Interrupted):
-            self._patience.hurry(HURRY_S)
-        self._waiting.put(None)
-        try:
-            self._thread.join()
-        except Interrupted:
-            self._patience.hurry(HURRY_S)
-            self._thread.join()
-            raise
-        finally:
-            self._thread = None
-        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
-            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
-        self._raise_failure()
+        Raises `PublishError` where that fails, or where a reader would not find what is expected.
+        """
+        collected = self._looked(self._work.find, "looking for what is collected")
+        if collected or whole.insists:
+            kept = f"{place_of(self.place, collected)} keeps all blocks; the same command goes on"
+            published = publish(self.place, self._work, whole, kept)
+            first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
+            verify(self.place, published, whole, first, kept)
+            self._looked(self._work.close, "putting away the ref that blocks were collected on")
+        return self._looked(self._work.address, "asking for its address")
 
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+        return place_of(self.place, None if self._at == self.place.revision else self._at)
 
-    # The thread that uploads
 
-    def _upload(self) -> None:
-        try:
-            while True:
-                number = self._next_closed()
-                if number is None:
-                    break
-                if number >= 0:
-                    self._send(number)
-                if self._uploaded and self._is_due():
-                    self._commit()
-            self._commit()
-        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
-            self._failure = PublishError(
-                f"publishing to {self.repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
-                f"in {self._local.root}; the same command publishes it without asking about a page again"
-            )
-        finally:
-            with self._room:
-                self._room.notify_all()
-
-    def _next_closed(self) -> int | None:
-        """Wait for the next closed block; None at the end, −1 where a commit is due before it comes."""
-        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
-        try:
-            return self._waiting.get(timeout=wait_s if self._uploaded else None)
-        except queue.Empty:
-            return -1
-
-    def _is_due(self) -> bool:
-        since_s = time.monotonic() - self._last_commit
-        return (
-            since_s >= self._commit_every_s
-            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
-            or len(self._uploaded) >= MOST_IN_A_COMMIT
-            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
-        )
-
-    def _send(self, number: int) -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        addition = CommitOperationAdd(self.target.block_name(number), self._local.path(number))
-        self._patience.call(
-            lambda: HfApi().preupload_lfs_files(self.repo_id, [addition], repo_type="dataset"),
-            f"uploading to {self.repo_id}",
-        )
-        self._uploaded.append((number, addition))
-
-    def _commit(self) -> None:
-        if not self._uploaded:
-            return
-        self._patience.call(self._create_commit, f"committing to {self.repo_id}")
-        committed, self._uploaded = self._uploaded, []
-        self._last_commit = time.monotonic()
-        self._there = {**self._on_hub(), **{number: self._staged[number] for number, _ in committed}}
-        for number, _ in committed:
-            self._local.path(number).unlink(missing_ok=True)
-        with self._room:
-            for number, _ in committed:
-                del self._staged[number]
-            self._room.notify_all()
-
-    def _create_commit(self) -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        operations = [addition for _, addition in self._uploaded]
-        parent = None
-        if not self._card_names_us:
-            commit, earlier = read_card(self.repo_id)
-            card = self._first_card(earlier)
-            if card != earlier:
-                operations.append(CommitOperationAdd("README.md", card.encode()))
-                parent = commit  # a card that another run writes meanwhile must not be lost
-        HfApi().create_commit(
-            self.repo_id,
-            operations,
-            repo_type="dataset",
-            commit_message=f"Blocks of split {self.target}: {len(self._uploaded)}",
-            parent_commit=parent,
-        )
-        self._card_names_us = True
+def place_of(place: Destination, collected: str | None) -> str:
+    """Name the ref of a dataset on which blocks are."""
+    return f"{place.repo_id}@{collected}" if collected else str(place)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -6724,6 +7224,12 @@ class CommonOptions:
         metavar="NAME",
     )
     output_split: str | None = option(None, "output", "split of the output (default: the input's name)", metavar="NAME")
+    output_revision: str | None = option(
+        None, "output", "branch of the Hub output, created from main where it is missing (default: main)", metavar="REV"
+    )
+    create_pr: bool = option(
+        False, "output", "publish by a pull request: a draft while blocks come in, marked as ready when all are there"
+    )
     results_only: bool = option(
         False, "output", "leave the pictures out; row_index says which row of the input a text belongs to"
     )
@@ -7141,6 +7647,7 @@ class Run:
     opened: Opened | None = None
     tally: Tally | None = None
     statuses: Counter[str] = field(default_factory=Counter)
+    missing_blocks: Sequence[int] = ()  # of all shards, at the end
     runner: Runner = field(default_factory=Runner)
     rows_again: int = 0  # rows of closed blocks that are asked about again
     started: float = field(default_factory=time.monotonic)
@@ -7200,7 +7707,7 @@ def begin(script: str, options: CommonOptions, argv: Sequence[str], *, streams: 
         seed=options.seed,
         chat_template_kwargs=dict(profile.chat_template_kwargs),
     )
-    output = choose_output(options.output, options.work_dir)
+    output = choose_output(options.output, options.work_dir, options.output_revision, options.create_pr)
     check_output_is_apart(output, options.input)
     return Run(script, options, argv, profile, question, output, way, streams)
 
@@ -7217,26 +7724,17 @@ def _refuse_secrets(options: CommonOptions) -> None:
 
 def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
     """Return the blocks of the output, wherever they lie."""
-    if run.output.repo_id:
+    output, way = run.output, run.way
+    if output.repo_id:
+        place = Destination(output.repo_id, plan.target, output.revision, is_private(run, source), output.create_pr)
         return HubBlocks(
-            run.output.repo_id,
-            plan.target,
-            run.output.folder,
-            private=is_private(run, source),
-            first_card=lambda earlier: _first_card(run, source, plan, earlier),
-            shard=run.way.shard,
-            commit_every_s=run.way.commit_every_s,
+            place,
+            output.folder,
+            counted_column=f"{run.options.output_column}_status",
+            shard=way.shard,
+            commit_every_s=way.commit_every_s,
         )
-    return BlockFolder(run.output.folder, plan.target, run.way.shard)
-
-
-def _first_card(run: Run, source: Source, plan: BlockPlan, earlier: str) -> str:
-    """Return the card of an output whose blocks come in: as it was, if it names the split already."""
-    if names_split(earlier, plan.target):
-        return earlier
-    return card_text(
-        earlier, input_name=input_name(run, source), plan=plan, statuses=None, facts={}, command=run.command()
-    )
+    return BlockFolder(output.folder, plan.target, way.shard)
 
 
 def input_name(run: Run, source: Source) -> str:
@@ -7272,6 +7770,18 @@ def run_settings(run: Run) -> dict[str, Any]:
         "results_only": run.way.results_only,
         **quality_settings(options),
     }
+
+
+def schema_of(run: Run) -> pa.Schema:
+    """Return the schema of the output."""
+    without = run.at.source.image_column if run.way.results_only else None
+    return output_schema(
+        run.at.source.rows.schema,
+        run.options.output_column,
+        run_settings(run),
+        without=without,
+        extras=extra_columns(run.options),
+    )
 
 
 def run_info(run: Run) -> dict[str, Any]:
@@ -9017,7 +9527,7 @@ MOST_FILES_IN_A_FOLDER = 10_000
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
     if run.output.repo_id and not _only_looks(run):
-        check_token(run.output.repo_id)
+        check_token(run.output.repo_id, create_pr=run.output.create_pr)
     source = _open_input(run)
     check_columns(
         source.rows.schema,
@@ -9061,8 +9571,8 @@ def _open_input(run: Run) -> Source:
     )
 
 
-def check_token(repo_id: str) -> None:
-    """Raise `UsageError` where there is no token that may write to the output."""
+def check_token(repo_id: str, *, create_pr: bool = False) -> None:
+    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -9084,8 +9594,9 @@ def check_token(repo_id: str) -> None:
             "set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
         ) from error
     rights = rights_of(user, repo_id)
-    if not rights.writes:
-        raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}")
+    if not (rights.proposes if create_pr else rights.writes):
+        otherwise = ", or open a pull request with --create-pr" if rights.proposes else ""
+        raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}{otherwise}")
 
 
 def check_output_is_ours(run: Run) -> None:
@@ -9191,37 +9702,45 @@ def _write_blocks(run: Run, ask_all: AskAll, interrupts: Interrupts) -> None:
 
 
 def take_stock(run: Run) -> None:
-    """Count what the closed blocks hold and write the card, whatever the end was.
+    """Count what the closed blocks hold, whatever the end was, and write the card of a local output.
 
     Of an output on the Hub, or of a run that is one shard of several, that is done once all blocks are there; until
     then its own pages are counted.
     """
     at = run.at
+    on_hub = run.output.repo_id is not None
+    if on_hub or run.way.shard.count > 1 or run.way.finishes:
+        run.missing_blocks = run.missing()
+        if at.blocks.unpublished() or run.missing_blocks:
+            run.statuses = Counter(run.tally.statuses if run.tally else {})
+            return
     closed = at.blocks.closed()
-    shared = run.output.repo_id is not None
-    shared_by_several = shared or run.way.shard.count > 1 or run.way.finishes
-    if shared_by_several and (at.blocks.unpublished() or run.missing()):
-        run.statuses = Counter(run.tally.statuses if run.tally else {})
-        return
     if not closed:
         return
     run.statuses = count_statuses(at.blocks, sorted(closed), run.options.output_column)
-    speed = f"{run.tally.pages_per_s():.2f} pages/s in the last run" if run.tally and run.tally.done else None
+    if not on_hub:
+        write_card(run.output.folder, card_contents(run))
+
+
+def card_contents(run: Run) -> CardContents:
+    """Return what the card says of this run."""
+    counted = run.tally if run.tally and run.tally.done else None
     info = {key: value for key, value in run_info(run).items() if key not in {"column", "script"}}
-    cost = run.runner.cost(run.tally.pages_per_s()) if run.tally and run.tally.done else None
-    write = publish_card if shared else write_card
-    write(
-        run.output,
-        input_name=input_name(run, at.source),
-        plan=at.plan,
-        statuses=run.statuses,
-        facts={**info, "speed": speed, "cost": cost},
-        command=run.command(),
+    speed = f"{counted.pages_per_s():.2f} pages/s in the last run" if counted else None
+    cost = run.runner.cost(counted.pages_per_s()) if counted else None
+    return CardContents(
+        input_name(run, run.at.source),
+        run.at.plan,
+        run.statuses,
+        {**info, "speed": speed, "cost": cost},
+        run.command(),
+        tags=[Path(run.options.model).name, *(["hf-jobs"] if "JOB_ID" in os.environ else [])],
     )
 
 
 def finish(run: Run) -> None:
     """Publish where that is asked for; show pages; raise `JobError` where too many pages failed."""
+    publish_whole(run)
     for title, text in first_texts(run, run.options.show):
         say(f"\n── {title} ──\n{text}")
     column = run.options.output_column
@@ -9232,6 +9751,29 @@ def finish(run: Run) -> None:
             f"{failed} of {run.statuses.total()} pages failed ({share:.1%}; --max-failure-rate is "
             f"{run.options.max_failure_rate:.1%}). All rows are written: see {column}_status and {column}_error"
         )
+
+
+def publish_whole(run: Run) -> None:
+    """Publish the split where all its blocks are there; else say where they are collected."""
+    blocks, plan = run.at.blocks, run.at.plan
+    if run.missing_blocks:
+        say(
+            f"{len(run.missing_blocks)} of {len(plan)} blocks are not there yet; the others are collected in "
+            f"{blocks.collected()}, and whoever closes the last one publishes all"
+        )
+        return
+    contents = card_contents(run)
+    whole = Whole(
+        plan,
+        run.statuses.total(),
+        schema_of(run),
+        card=lambda earlier: card_text(earlier, contents),
+        text_columns=new_columns(run.options.output_column),
+        insists=run.way.finishes,
+    )
+    where = blocks.publish(whole)
+    if where:
+        say(f"published: {where}")
 
 
 def first_texts(run: Run, count: int) -> list[tuple[str, str]]:

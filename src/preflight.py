@@ -24,7 +24,7 @@ MOST_FILES_IN_A_FOLDER = 10_000
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
     if run.output.repo_id and not _only_looks(run):
-        check_token(run.output.repo_id)
+        check_token(run.output.repo_id, create_pr=run.output.create_pr)
     source = _open_input(run)
     check_columns(
         source.rows.schema,
@@ -68,8 +68,8 @@ def _open_input(run: Run) -> Source:
     )
 
 
-def check_token(repo_id: str) -> None:
-    """Raise `UsageError` where there is no token that may write to the output."""
+def check_token(repo_id: str, *, create_pr: bool = False) -> None:
+    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -91,8 +91,9 @@ def check_token(repo_id: str) -> None:
             "set HF_TOKEN (in a job: -s HF_TOKEN), or `hf auth login`"
         ) from error
     rights = rights_of(user, repo_id)
-    if not rights.writes:
-        raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}")
+    if not (rights.proposes if create_pr else rights.writes):
+        otherwise = ", or open a pull request with --create-pr" if rights.proposes else ""
+        raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}{otherwise}")
 
 
 def check_output_is_ours(run: Run) -> None:
