@@ -10107,8 +10107,10 @@ def show(handout: Handout) -> None:
                 f"job: --timeout {timeout_words(timeout_for(order.estimate))} would do, or more jobs. What is done "
                 "by then is kept, and the same command goes on"
             )
-    if order.flavor.gpus > 1 and not any("parallel-size" in word for word in options.vllm_args):
-        say(f"{order.flavor.name} has {order.flavor.gpus} GPUs, of which the engine uses one unless it is told to")
+    gpus = order.flavor.gpus
+    if gpus > 1 and not any("parallel-size" in word for word in options.vllm_args):
+        remedy = f"; `-- --data-parallel-size {gpus}` uses all" if order.shape == "server" else ""
+        say(f"{order.flavor.name} has {gpus} GPUs, of which the engine uses one{remedy}")
 
 
 def submit(handout: Handout) -> None:
