@@ -25,6 +25,8 @@ from openai import OpenAI
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rapidfuzz.distance import Levenshtein
 
+from tests.test_serving_proxy import smoke
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
@@ -242,6 +244,12 @@ def test_the_openai_client_understands_it(endpoint: Endpoint) -> None:
 
 
 # --- what it says of itself ------------------------------------------------------------------------------------------
+
+
+def test_the_smoke_test_of_endpoints_passes_on_it(endpoint: Endpoint) -> None:
+    done = smoke(endpoint.url, VLLM_API_KEY=KEY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| The Night Catalogue" in done.stdout
 
 
 def test_it_says_that_it_is_not_lightonocr(endpoint: Endpoint) -> None:
