@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "lighton-ocr-server.py"
 SATURATE = ROOT / "lighton-ocr3-saturate.py"
+OFFLINE = ROOT / "lighton-ocr.py"
 STUB = ROOT / "tests" / "stub_vllm.py"
 PATIENCE_S = 90.0  # how long a test waits before it gives up: never a measure of speed
 NEW_COLUMNS = ["markdown", "markdown_status", "markdown_error", "markdown_tokens", "inference_info"]

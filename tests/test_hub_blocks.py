@@ -19,6 +19,7 @@ from src.errors import EngineError, PublishError
 from src.hub_blocks import HubBlocks
 from src.interrupt import Interrupted
 from src.patience import Patience, is_permanent, wished_pause_s
+from src.uploads import upload_files
 from src.work_ref import Destination
 
 if TYPE_CHECKING:
@@ -254,6 +255,23 @@ def test_a_shard_leaves_the_blocks_of_others_on_this_machine_alone(tmp_path: Pat
         assert list(api.there) == ["data/train-000001.parquet"]
     assert len(api.there) == 2
     assert first.closed() == {0, 1}, "others' blocks are seen at the end"
+
+
+@pytest.mark.parametrize(
+    ("cause", "seen"),
+    [(ConnectionError("403"), ConnectionError), (None, ConnectionError), (FileNotFoundError("x"), FileNotFoundError)],
+)
+def test_what_the_client_wraps_of_an_upload_is_tried_again_unless_the_file_is_gone(
+    monkeypatch: pytest.MonkeyPatch, cause: Exception | None, seen: type[OSError]
+) -> None:
+    def preupload(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Error while uploading 'a' to the Hub.") from cause
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: SimpleNamespace(preupload_lfs_files=preupload))
+    with pytest.raises(OSError, match=r"x|Error while uploading 'a' to the Hub\. \(\w+, no answer\)") as caught:
+        upload_files("me/text", [], "main")
+    assert type(caught.value) is seen
+    assert is_permanent(caught.value) == (seen is FileNotFoundError)
 
 
 # --- patience --------------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from src.stream import StreamedRows
 from tests.hub_server import HubServer, hub_env
 from tests.hub_state import PR_TOKEN, READ_TOKEN, Token
 from tests.many_runs import Words, many_runs, with_fake_vllm
-from tests.runs import ROOT, SATURATE, SCRIPT, Ended, Running, pages_dataset, run_here, write_pages
+from tests.runs import OFFLINE, SATURATE, SCRIPT, Ended, Running, pages_dataset, run_here, write_pages
 from tests.stub_vllm import StubVllm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-OFFLINE = ROOT / "lighton-ocr.py"
 SCRIPTS = [SCRIPT, SATURATE, OFFLINE]
 CONFIGS = b"""---
 configs:
