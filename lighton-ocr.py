@@ -6071,16 +6071,12 @@ class Uploads:
         )
 
     def _send(self, numbers: list[int]) -> None:
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd
 
         names = {number: self._local.target.block_name(number) for number in numbers}
         additions = [CommitOperationAdd(name, self._local.path(number)) for number, name in names.items()]
         self._patience.call(
-            lambda: self._on_work_ref(
-                lambda revision: HfApi().preupload_lfs_files(
-                    self._repo_id, additions, repo_type="dataset", revision=revision
-                )
-            ),
+            lambda: self._on_work_ref(lambda revision: upload_files(self._repo_id, additions, revision)),
             f"uploading to {self._repo_id}",
         )
         self._uploaded += zip(numbers, additions, strict=True)
@@ -6119,6 +6115,22 @@ class Uploads:
         except RevisionNotFoundError:
             self.revision = self._work.open()
             act(self.revision)
+
+
+def upload_files(repo_id: str, additions: Sequence[Any], revision: str) -> None:
+    """Upload files, which nobody sees before they are committed. Raises what the client does, but for `RuntimeError`:
+    so it wraps whatever went wrong with one file, an address to upload to that has expired for one. Another try is
+    given new addresses."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().preupload_lfs_files(repo_id, additions, repo_type="dataset", revision=revision)
+    except RuntimeError as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, FileNotFoundError | PermissionError):
+            raise cause from error
+        status = getattr(getattr(cause, "response", None), "status_code", "no answer")
+        raise ConnectionError(f"{error} ({type(cause).__name__}, {status})") from error
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
