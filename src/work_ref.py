@@ -115,6 +115,7 @@ class PullRequest:
     def __init__(self, place: Destination) -> None:
         self.place = place
         self.title = f"Text of split {place.target}, read by LightOnOCR"
+        self._author = ""
 
     def find(self) -> str | None:
         """Return its ref; None where there is none that is open."""
@@ -160,10 +161,11 @@ class PullRequest:
         from huggingface_hub.errors import RepositoryNotFoundError
 
         api = _api()
+        self._author = self._author or str(api.whoami()["name"])  # asked once: the Hub counts these
         try:
             found = api.get_repo_discussions(
                 self.place.repo_id,
-                author=api.whoami()["name"],
+                author=self._author,
                 discussion_type="pull_request",
                 repo_type="dataset",
             )

@@ -17,7 +17,7 @@ from PIL import Image
 from src.blocks import BlockPlan, Target, Whole
 from src.card import CardContents, card_text
 from src.hub_blocks import HubBlocks
-from src.work_ref import Destination
+from src.work_ref import Destination, PullRequest, branch_name
 from tests.hub_here import be_on_machine, forget_files, hub_here
 from tests.runs import (
     NEW_COLUMNS,
@@ -314,6 +314,44 @@ def test_a_pull_request_is_a_draft_until_all_blocks_are_there_and_there_is_never
     assert (len(hub.discussions.of(repo)), stub.stats()["requests"]) == (1, 10)
 
 
+def test_of_two_pull_requests_opened_at_once_the_first_is_kept(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = hub.create("library/text")
+    monkeypatch.setenv("HF_TOKEN", hub.pr_token)
+    ours = PullRequest(Destination("library/text", Target("train"), create_pr=True))
+    hub.discussions.add(repo, ours.title, "somebody", status="draft")
+    hub.discussions.add(repo, ours.title, "me", status="draft")
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(PullRequest, "find", lambda _: None)  # as it was when this run looked
+        assert ours.open() == "refs/pr/2"
+    assert {num: one.status for num, one in hub.discussions.of(repo).items()} == {1: "draft", 2: "draft", 3: "closed"}
+    assert (ours.find(), ours.open()) == ("refs/pr/2", "refs/pr/2")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (Destination("me/text", Target("train")), "unfinished-train"),
+        (Destination("me/text", Target("train", "old-letters")), "unfinished-old-letters-train"),
+        (Destination("me/text", Target("train"), "v2/new"), "unfinished-train--at--v2--new"),
+    ],
+)
+def test_the_branch_on_which_blocks_are_collected_is_named_after_what_they_are_for(
+    place: Destination, name: str
+) -> None:
+    assert branch_name(place) == name
+
+
+def test_the_last_step_writes_a_card_that_was_removed_and_asks_nothing(hub: HubServer, stub: StubVllm) -> None:
+    assert run(stub).code == 0
+    hub.put("me/text", "README.md", b"Our letters.\n")
+    ended = run_here("me/scans", "me/text", "--model", DEFAULT_MODEL, "--block-rows", "4", "--finish")
+    assert ended.code == 0, ended
+    assert "10 rows: 10 ok" in card_of(hub)[1]
+    assert "Our letters." in card_of(hub)[1]
+    assert as_read()["id"][:] == list(range(1, 11))
+    assert stub.stats()["requests"] == 10
+
+
 # --- several at once -------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +428,7 @@ def test_a_run_of_10_000_pages_makes_few_commits_and_no_request_a_row(
     cell = {"bytes": picture.getvalue(), "path": "blank.png"}
     features = datasets.Features({"image": datasets.Image()})
     table = pa.table({"image": [cell] * 10_000}, schema=features.arrow_schema)
+    table = table.append_column("id", pa.array(range(10_000)))  # so that no two blocks are the same
     pq.write_table(table, tmp_path / "pages.parquet", row_group_size=1000)
     hub.requests.clear()
     words = ["--server", stub.url, "--model", DEFAULT_MODEL]
@@ -401,4 +440,4 @@ def test_a_run_of_10_000_pages_makes_few_commits_and_no_request_a_row(
     print(f"{blocks} blocks, {commits} commits, {hub.requests.total()} requests: {dict(hub.requests)}")
     assert blocks == 40
     assert commits <= 2 + ended.line["seconds"] / 600
-    assert hub.requests.total() <= 60 + 4 * blocks
+    assert hub.requests.total() <= 60 + 4 * blocks, "an upload of a block takes four, and the rest does not grow"
