@@ -8206,7 +8206,7 @@ def _read_answer(body: bytes) -> PageResult:
 # Ready: a server lists the model, is no version known to be bad, holds the largest page, and has read the canary.
 
 
-POLL_S = 0.5
+POLL_S = 0.1
 VERSION_TRIES = 3  # a router passes the question on, also to a server that is gone
 
 
@@ -9303,6 +9303,16 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
     )
 
 
+def import_client_ahead() -> None:
+    """Import the client of the API in a thread, so that this is done when the server has come up."""
+
+    def import_client() -> None:
+        with contextlib.suppress(ImportError):  # said where it is used
+            import openai  # noqa: F401
+
+    threading.Thread(target=import_client, daemon=True).start()
+
+
 def suggested_flags(run: Run) -> tuple[str, ...]:
     """Return the flags that fit this machine, and say so."""
     machine = look_around()
@@ -10254,6 +10264,7 @@ def saturate_server(
     options: SaturateOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Get a server and keep it full with the pages of the blocks `todo`."""
+    import_client_ahead()
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import shlex
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -106,6 +108,16 @@ def wanted_server(run: Run, options: DriverOptions) -> Wanted:
         keep=options.keep_server,
         hint=hosted_command(run, run.profile.image, other_ways(os.environ)),
     )
+
+
+def import_client_ahead() -> None:
+    """Import the client of the API in a thread, so that this is done when the server has come up."""
+
+    def import_client() -> None:
+        with contextlib.suppress(ImportError):  # said where it is used
+            import openai  # noqa: F401
+
+    threading.Thread(target=import_client, daemon=True).start()
 
 
 def suggested_flags(run: Run) -> tuple[str, ...]:

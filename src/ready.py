@@ -18,7 +18,7 @@ from .startup import is_progress, phase_of
 from .trust import Trust, check_canary, check_context, check_version
 from .web import fetch
 
-POLL_S = 0.5
+POLL_S = 0.1
 VERSION_TRIES = 3  # a router passes the question on, also to a server that is gone
 
 

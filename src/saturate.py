@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .driver import DriverOptions, drive, driver_hosting, wanted_server
+from .driver import DriverOptions, drive, driver_hosting, import_client_ahead, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError, UsageError
 from .flow import count_cores
@@ -109,6 +109,7 @@ def saturate_server(
     options: SaturateOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Get a server and keep it full with the pages of the blocks `todo`."""
+    import_client_ahead()
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill

@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .driver import DriverOptions, drive, driver_hosting, wanted_server
+from .driver import DriverOptions, drive, driver_hosting, import_client_ahead, wanted_server
 from .ending import carry_out, no_module, refuse
 from .errors import JobError
 from .flow import count_cores
@@ -95,6 +95,7 @@ def ask_server(
     options: ServerOptions, wanted: Wanted, run: Run, todo: Sequence[int], stack: ExitStack, interrupts: Interrupts
 ) -> None:
     """Get a server and have it read the pages of the blocks `todo`."""
+    import_client_ahead()
     server = stack.enter_context(running_server(wanted))
     if server.keeper:
         interrupts.last_will = server.keeper.kill
