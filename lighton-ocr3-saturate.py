@@ -9961,13 +9961,14 @@ def running_jobs(name: str, labels: dict[str, str], namespace: str) -> dict[int,
         live = list(HfApi().list_jobs(status=list(LIVE), labels=wanted, namespace=namespace))
     except network_errors() as error:
         raise UsageError(f"the jobs that run already can't be listed: {refusal(error)}") from error
-    others = [info for info in live if (info.labels or {}).get("name") != name]
+    ours = [info for info in live if info.labels and info.labels.get("name") == name and "shard" in info.labels]
+    others = [info for info in live if info not in ours]
     if others:
         raise UsageError(
             f"{plural(len(others), 'job')} of another command write to this output now; wait for them, "
             f"`hf jobs wait {references(others)}`, or cancel them, `hf jobs cancel …`"
         )
-    return {int((info.labels or {})["shard"].partition("-")[0]): info for info in live}
+    return {int((info.labels or {})["shard"].partition("-")[0]): info for info in ours}
 
 
 def choose_flavor(prices: PriceList, name: str, hosting: Hosting) -> Flavor:
@@ -10099,7 +10100,9 @@ def hand_out(run: Run, hosting: Hosting) -> int:
         preflight(run)
         handout.submission = plan_submission(run, hosting)
         show(handout)
-        if not run.options.dry_run:
+        if run.options.dry_run:
+            say("nothing was submitted: --dry-run")
+        else:
             submit(handout)
     except KeyboardInterrupt:
         message, code = f"interrupted; {_what_runs(handout)}", 130
@@ -10117,6 +10120,8 @@ def show(handout: Handout) -> None:
     assert order is not None
     for index, info in sorted(order.running.items()):
         say(f"shard {index} runs already and is left alone: {reference(info)}")
+    if not order.jobs and not order.running:
+        say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
     if not order.jobs:
         return
     for line in order.lines():
@@ -10156,7 +10161,6 @@ def submit(handout: Handout) -> None:
         say(f"shard {job.index} of {job.count}: {reference(info)} {info.url}")
     infos = {**order.running, **handout.started}
     if not infos:
-        say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
         return
     refs = references(list(infos.values()))
     namespace = handout.run.options.jobs_namespace

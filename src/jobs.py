@@ -98,7 +98,9 @@ def hand_out(run: Run, hosting: Hosting) -> int:
         preflight(run)
         handout.submission = plan_submission(run, hosting)
         show(handout)
-        if not run.options.dry_run:
+        if run.options.dry_run:
+            say("nothing was submitted: --dry-run")
+        else:
             submit(handout)
     except KeyboardInterrupt:
         message, code = f"interrupted; {_what_runs(handout)}", 130
@@ -116,6 +118,8 @@ def show(handout: Handout) -> None:
     assert order is not None
     for index, info in sorted(order.running.items()):
         say(f"shard {index} runs already and is left alone: {reference(info)}")
+    if not order.jobs and not order.running:
+        say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
     if not order.jobs:
         return
     for line in order.lines():
@@ -155,7 +159,6 @@ def submit(handout: Handout) -> None:
         say(f"shard {job.index} of {job.count}: {reference(info)} {info.url}")
     infos = {**order.running, **handout.started}
     if not infos:
-        say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
         return
     refs = references(list(infos.values()))
     namespace = handout.run.options.jobs_namespace

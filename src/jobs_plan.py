@@ -128,13 +128,14 @@ def running_jobs(name: str, labels: dict[str, str], namespace: str) -> dict[int,
         live = list(HfApi().list_jobs(status=list(LIVE), labels=wanted, namespace=namespace))
     except network_errors() as error:
         raise UsageError(f"the jobs that run already can't be listed: {refusal(error)}") from error
-    others = [info for info in live if (info.labels or {}).get("name") != name]
+    ours = [info for info in live if info.labels and info.labels.get("name") == name and "shard" in info.labels]
+    others = [info for info in live if info not in ours]
     if others:
         raise UsageError(
             f"{plural(len(others), 'job')} of another command write to this output now; wait for them, "
             f"`hf jobs wait {references(others)}`, or cancel them, `hf jobs cancel …`"
         )
-    return {int((info.labels or {})["shard"].partition("-")[0]): info for info in live}
+    return {int((info.labels or {})["shard"].partition("-")[0]): info for info in ours}
 
 
 def choose_flavor(prices: PriceList, name: str, hosting: Hosting) -> Flavor:

@@ -280,6 +280,10 @@ def test_the_same_command_submits_what_is_missing_and_leaves_alone_what_runs(hub
     hub.jobs.all[3].stage = "ERROR"
     ended, said = hand_out("--jobs", "4", "--flavor", "a10g-small")
     assert [job["shard"] for job in said["jobs"]] == [3]
+    # One that somebody submitted by hand, and labelled so, is not meddled with either.
+    for job in hub.jobs.all:
+        job.labels.pop("shard")
+    assert hand_out("--jobs", "4", "--flavor", "a10g-small")[0].code == 2
 
 
 @pytest.mark.parametrize(("status", "advice"), [(403, "--jobs-namespace ORGANISATION"), (402, "add credit"), (500, "")])
