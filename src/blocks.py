@@ -97,14 +97,15 @@ WHOLE = Shard()
 class Whole:
     """A split of which all blocks are there, as its readers have to find it.
 
-    `rows` are those that were counted; `card` makes the card out of the earlier one, `insists` says that it has to be
-    written anew; `text_columns` are the small ones, of which a row is compared.
+    `rows` are those that were counted; `card` makes the card out of the earlier one, and of when the last block was
+    written where that has to stand there; `insists` says that it has to be written anew; `text_columns` are the small
+    ones, of which a row is compared.
     """
 
     plan: BlockPlan
     rows: int
     schema: pa.Schema
-    card: Callable[[str], str]
+    card: Callable[[str, str], str]
     text_columns: Sequence[str]
     insists: bool = False
 

@@ -92,7 +92,7 @@ def take_stock(run: Run) -> None:
     then its own pages are counted.
     """
     at = run.at
-    on_hub = run.output.repo_id is not None
+    on_hub = run.output.on_hub is not None
     if on_hub or run.way.shard.count > 1 or run.way.finishes:
         run.missing_blocks = run.missing()
         if at.blocks.unpublished() or run.missing_blocks:
@@ -151,7 +151,7 @@ def publish_whole(run: Run) -> None:
         plan,
         run.statuses.total(),
         schema_of(run),
-        card=lambda earlier: card_text(earlier, contents),
+        card=lambda earlier, written: card_text(earlier, contents, written),
         text_columns=new_columns(run.options.output_column),
         insists=run.way.finishes,
     )

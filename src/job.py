@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .blocks import BlockFolder, BlockPlan, Blocks, statuses_of
+from .bucket_blocks import BucketBlocks
 from .columns import output_schema
 from .errors import UsageError
 from .flow import Job
@@ -149,6 +150,15 @@ def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
             shard=way.shard,
             commit_every_s=way.commit_every_s,
         )
+    if output.bucket:
+        return BucketBlocks(
+            output.bucket,
+            plan.target,
+            output.folder,
+            private=is_private(run, source),
+            counted_column=f"{run.options.output_column}_status",
+            shard=way.shard,
+        )
     return BlockFolder(output.folder, plan.target, way.shard)
 
 
@@ -158,7 +168,7 @@ def input_name(run: Run, source: Source) -> str:
 
 
 def is_private(run: Run, source: Source) -> bool:
-    """Whether a new Hub dataset is to be private: as the input, unless the user says otherwise."""
+    """Whether a new dataset or bucket is to be private: as the input, unless the user says otherwise."""
     return run.options.private or (source.is_private and not run.options.public)
 
 

@@ -48,10 +48,10 @@ def check_possible_there(run: Run) -> None:
             f"--jobs: the input {name!r} is here, where no job can read it; upload it first, "
             f"`hf upload NAMESPACE/NAME {shlex.quote(name)} --repo-type dataset`, and give that name as the input"
         )
-    if run.output.repo_id is None:
+    if run.output.on_hub is None:
         raise UsageError(
             f"--jobs: the output {str(run.output)!r} is a folder, and a job's disk goes with the job; "
-            "name a Hub dataset, NAMESPACE/NAME"
+            "name a Hub dataset, NAMESPACE/NAME, or hf://buckets/NAMESPACE/NAME"
         )
     if not Path(sys.argv[0]).is_file():
         raise UsageError(f"--jobs: the script must be a file to be submitted, and {sys.argv[0]!r} is none")

@@ -44,9 +44,12 @@ class CommonOptions:
     """What every script takes that turns a dataset of pages into a dataset with text."""
 
     input: str = argument(
-        "Hub dataset id, folder of images, parquet file or folder, or a folder that save_to_disk wrote"
+        "Hub dataset id, hf://datasets/… or hf://buckets/… (a folder, file or pattern there), folder of images, "
+        "parquet file or folder, or a folder that save_to_disk wrote"
     )
-    output: str = argument("local folder, or Hub dataset id (namespace/name) to publish to")
+    output: str = argument(
+        "local folder, Hub dataset id (namespace/name) to publish to, hf://datasets/…@branch, or hf://buckets/…"
+    )
 
     config: str | None = option(None, "input", "dataset configuration (default: the only one)", metavar="NAME")
     split: str | None = option(None, "input", "split to read (default: the only one, or train)", metavar="NAME")

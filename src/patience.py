@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .report import say
 ValueT = TypeVar("ValueT")
 PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
 FIRST_NETWORK_PAUSE_S = 1.0
+XET_REFUSAL = re.compile(r"HTTP status client error \((\d{3})\b")  # hf_xet 1.8 has no other word for it
 
 
 class Patience:
@@ -63,6 +65,9 @@ class Patience:
 def is_permanent(error: Exception) -> bool:
     """Whether trying again can't help: the Hub said no, or a file is not there."""
     status = getattr(getattr(error, "response", None), "status_code", None)
+    refused = XET_REFUSAL.search(str(error)) if status is None else None
+    if refused:
+        status = int(refused[1])
     if status is None:
         return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
     return bool(status < 500 and status not in PASSING)

@@ -23,8 +23,9 @@ MOST_FILES_IN_A_FOLDER = 10_000
 
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
-    if run.output.repo_id and not _only_looks(run):
-        check_token(run.output.repo_id, create_pr=run.output.create_pr)
+    if run.output.on_hub and not _only_looks(run):
+        is_bucket = run.output.bucket is not None
+        check_token(run.output.on_hub, create_pr=run.output.create_pr, proposable=not is_bucket)
     source = _open_input(run)
     check_columns(
         source.rows.schema,
@@ -38,7 +39,7 @@ def preflight(run: Run) -> None:
         check_output_is_ours(run)
     if run.options.jobs is None:  # which are written elsewhere
         check_disk(run)
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+    if run.output.on_hub and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
@@ -68,8 +69,11 @@ def _open_input(run: Run) -> Source:
     )
 
 
-def check_token(repo_id: str, *, create_pr: bool = False) -> None:
-    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it."""
+def check_token(repo_id: str, *, create_pr: bool = False, proposable: bool = True) -> None:
+    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it.
+
+    To a bucket no changes can be proposed.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -92,7 +96,7 @@ def check_token(repo_id: str, *, create_pr: bool = False) -> None:
         ) from error
     rights = rights_of(user, repo_id)
     if not (rights.proposes if create_pr else rights.writes):
-        otherwise = ", or open a pull request with --create-pr" if rights.proposes else ""
+        otherwise = ", or open a pull request with --create-pr" if rights.proposes and proposable else ""
         raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}{otherwise}")
 
 

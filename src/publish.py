@@ -12,6 +12,7 @@ from typing import Any
 from .blocks import Whole
 from .card import has_section
 from .errors import PublishError, UsageError, network_errors
+from .hf_paths import HUB_SCHEME, HubPath, is_pattern, parse_hub_path
 from .patience import Patience
 from .work_ref import MAIN, Destination, WorkRef
 
@@ -25,33 +26,68 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 class Output:
     """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any.
 
-    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead.
+    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead. `bucket` is the place in
+    a bucket, if they go there.
     """
 
     folder: Path
     repo_id: str | None = None
     revision: str = MAIN
     create_pr: bool = False
+    bucket: HubPath | None = None
 
     def __str__(self) -> str:
-        return self.repo_id or str(self.folder)
+        return self.repo_id or str(self.bucket or self.folder)
+
+    @property
+    def on_hub(self) -> str | None:
+        """The dataset or bucket that it goes to; None for a local folder."""
+        return self.bucket.repo_id if self.bucket else self.repo_id
 
 
 def choose_output(name: str, work_dir: str | None, revision: str | None = None, create_pr: bool = False) -> Output:
     """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
     path = Path(name).expanduser()
+    if name.startswith(HUB_SCHEME):
+        return _hub_output(name, work_dir, revision, create_pr)
     if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
         _check_revision(revision, create_pr)
         at = "--pr" if create_pr else f"--at--{revision.replace('/', '--')}" if revision not in (None, MAIN) else ""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
-        folder = Path(work_dir) if work_dir else cache / f"{name.replace('/', '--')}{at}"
-        return Output(folder, name, revision or MAIN, create_pr)
+        return Output(_staging(work_dir, f"{name}{at}"), name, revision or MAIN, create_pr)
     if path.exists() and not path.is_dir():
         raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
     for flag, given in {"--work-dir": work_dir, "--output-revision": revision, "--create-pr": create_pr}.items():
         if given:
             raise UsageError(f"{flag} is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
     return Output(path)
+
+
+def _staging(work_dir: str | None, name: str) -> Path:
+    """Where blocks wait for their upload."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+    return Path(work_dir) if work_dir else cache / name.replace("/", "--")
+
+
+def _hub_output(name: str, work_dir: str | None, revision: str | None, create_pr: bool) -> Output:
+    """Read an `hf://` address of an output: a dataset, at a branch or not, or a folder of a bucket."""
+    at = parse_hub_path(name, what="output")
+    assert at is not None
+    if not at.is_bucket:
+        if at.path:
+            raise UsageError(f"output {name!r}: blocks of a dataset lie where its card says; leave /{at.path} out")
+        if revision is not None and at.revision not in (None, revision):
+            raise UsageError(
+                f"output {name!r} is at {at.revision!r}, but --output-revision is {revision!r}; give one of them"
+            )
+        return choose_output(at.repo_id, work_dir, at.revision or revision, create_pr)
+    for flag, given in {"--output-revision": revision, "--create-pr": create_pr}.items():
+        if given:
+            raise UsageError(
+                f"{flag}: a bucket has neither branches nor pull requests; leave it out, or name a dataset"
+            )
+    if is_pattern(at.path):
+        raise UsageError(f"output {name!r} is a pattern; name a folder of the bucket")
+    return Output(_staging(work_dir, str(at).removeprefix(HUB_SCHEME)), bucket=at)
 
 
 def _check_revision(revision: str | None, create_pr: bool) -> None:
@@ -72,6 +108,11 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         raise UsageError(f"input and output are both {input_name!r}; name another output")
     source = Path(input_name).expanduser()
     if not source.exists():
+        read, written = parse_hub_path(input_name), output.bucket
+        if output.repo_id:
+            written = HubPath("datasets", output.repo_id)
+        if read and written and read.overlaps(written):
+            raise UsageError(f"input {input_name!r} and output '{output}' overlap; name another output")
         return
     here, there = output.folder.resolve(), source.resolve()
     if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
@@ -164,7 +205,7 @@ def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Pub
     operations += [CommitOperationDelete(place.target.block_name(number)) for number in there if number not in numbers]
     card = card_at(place.repo_id, head)
     if operations or whole.insists or not has_section(card, place.target):
-        text = whole.card(card)
+        text = whole.card(card, "")
         if text != card:
             operations.append(CommitOperationAdd("README.md", text.encode()))
     commit = head

@@ -196,14 +196,14 @@ def local_fingerprint(path: Path) -> str:
 
 
 def _hub_roots(hub: HubInput) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a folder of images on the Hub; of a bucket only what was packed comes here."""
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images; those of a bucket are streamed."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    unpacked = Path(datasets.config.EXTRACTED_DATASETS_PATH)
-    if hub.at.is_bucket:
-        return (unpacked,)
-    return (Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}", unpacked)
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,10 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
             return streamed, chosen, False
     if hub is None:
         _refuse_line_breaks(path)
-    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader)
+    anew = {}
+    if hub and hub.at.is_bucket:  # of which `datasets` 5.2 keeps files by name alone: they would never change
+        anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader, **anew)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
 
 
@@ -264,6 +267,8 @@ def _open_stream(builder: Any, hub: HubInput, split: str, wanted: _Wanted, patie
         streamed = open_streamed(builder, f"{hub.at.root}/", split, patience)
         if streamed:
             return streamed
+    if of_bucket:
+        raise UsageError(f"{wanted.name}: pictures in a bucket are read one by one; unpack them there")
     reason = (
         "--shuffle reads it in another order"
         if wanted.shuffled

@@ -1,9 +1,9 @@
 """Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
 
 A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
-next commit to the work ref: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed
-leaves the local folder, so that the disk holds what is under way and no more. What could not be committed stays
-there, and the next run on the machine commits it.
+next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
+folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the next
+run on the machine commits it. How a block is uploaded and committed is the carrier's.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
 
 from .blocks import BlockFolder
 from .errors import JobError, PublishError
 from .interrupt import Interrupted
 from .patience import Patience
-from .work_ref import WorkRef
 
 MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
 MOST_IN_A_COMMIT = 200
@@ -30,27 +30,36 @@ PUBLISH_RETRY_S = 1800.0
 HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
 
 
+class Carrier(Protocol):
+    """Brings blocks to where they belong. Its methods raise what the client raises."""
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks."""
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """Let other runs find the blocks that were uploaded."""
+
+
 class Uploads:
     """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
 
     def __init__(
         self,
-        repo_id: str,
+        place: str,
         local: BlockFolder,
-        work: WorkRef,
+        carrier: Carrier,
         *,
         commit_every_s: float,
         on_commit: Callable[[Mapping[int, int]], None],
     ) -> None:
-        self.revision = ""  # of the work ref, once it is open
-        self._repo_id = repo_id
+        self._place = place
         self._local = local
-        self._work = work
+        self._carrier = carrier
         self._commit_every_s = commit_every_s
         self._on_commit = on_commit
         self._patience = Patience(PUBLISH_RETRY_S)
         self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._uploaded: list[tuple[int, Any]] = []
+        self._uploaded: list[int] = []
         self._last_commit = time.monotonic()
         self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
         self._room = threading.Condition()
@@ -116,7 +125,7 @@ class Uploads:
             self._commit()
         except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
             self._failure = PublishError(
-                f"publishing to {self._repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"publishing to {self._place} failed: {type(error).__name__}: {error}. What is not there yet is kept "
                 f"in {self._local.root}; the same command publishes it without asking about a page again"
             )
         finally:
@@ -144,67 +153,24 @@ class Uploads:
             since_s >= self._commit_every_s
             or (self._patience.is_hurried and since_s >= HURRY_S / 3)
             or len(self._uploaded) >= MOST_IN_A_COMMIT
-            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
+            or 2 * sum(self._staged[number] for number in self._uploaded) >= self._most_bytes
         )
 
     def _send(self, numbers: list[int]) -> None:
-        from huggingface_hub import CommitOperationAdd
-
-        names = {number: self._local.target.block_name(number) for number in numbers}
-        additions = [CommitOperationAdd(name, self._local.path(number)) for number, name in names.items()]
-        self._patience.call(
-            lambda: self._on_work_ref(lambda revision: upload_files(self._repo_id, additions, revision)),
-            f"uploading to {self._repo_id}",
-        )
-        self._uploaded += zip(numbers, additions, strict=True)
+        files = {number: self._local.path(number) for number in numbers}
+        self._patience.call(lambda: self._carrier.upload(files), f"uploading to {self._place}")
+        self._uploaded += numbers
 
     def _commit(self) -> None:
         if not self._uploaded:
             return
-        self._patience.call(lambda: self._on_work_ref(self._create_commit), f"committing to {self._repo_id}")
+        self._patience.call(lambda: self._carrier.commit(self._uploaded), f"committing to {self._place}")
         committed, self._uploaded = self._uploaded, []
         self._last_commit = time.monotonic()
-        self._on_commit({number: self._staged[number] for number, _ in committed})
-        for number, _ in committed:
+        self._on_commit({number: self._staged[number] for number in committed})
+        for number in committed:
             self._local.path(number).unlink(missing_ok=True)
         with self._room:
-            for number, _ in committed:
+            for number in committed:
                 del self._staged[number]
             self._room.notify_all()
-
-    def _create_commit(self, revision: str) -> None:
-        from huggingface_hub import HfApi
-
-        HfApi().create_commit(
-            self._repo_id,
-            [addition for _, addition in self._uploaded],
-            repo_type="dataset",
-            revision=revision,
-            commit_message=f"Blocks of split {self._local.target}: {len(self._uploaded)}",
-        )
-
-    def _on_work_ref(self, act: Callable[[str], None]) -> None:
-        """Do something at the work ref, opened again where another shard has found all blocks there and published."""
-        from huggingface_hub.errors import RevisionNotFoundError
-
-        try:
-            act(self.revision)
-        except RevisionNotFoundError:
-            self.revision = self._work.open()
-            act(self.revision)
-
-
-def upload_files(repo_id: str, additions: Sequence[Any], revision: str) -> None:
-    """Upload files, which nobody sees before they are committed. Raises what the client does, but for `RuntimeError`:
-    so it wraps whatever went wrong with one file, an address to upload to that has expired for one. Another try is
-    given new addresses."""
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().preupload_lfs_files(repo_id, additions, repo_type="dataset", revision=revision)
-    except RuntimeError as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, FileNotFoundError | PermissionError):
-            raise cause from error
-        status = getattr(getattr(cause, "response", None), "status_code", "no answer")
-        raise ConnectionError(f"{error} ({type(cause).__name__}, {status})") from error

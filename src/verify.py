@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .blocks import Whole
@@ -21,49 +21,60 @@ VERIFY_RETRY_S = 120.0
 def verify(
     place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
 ) -> None:
-    """Raise `PublishError` where a reader of the published revision would not find what is expected.
+    """Raise `PublishError` where a reader of the published revision would not find what is expected."""
 
-    `first_rows` has the text columns of the first row, as it was written; nothing where there is no row.
+    def other_blocks() -> list[int]:
+        there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
+        return numbers_that_differ(published.oids, there)
+
+    load = {"path": place.repo_id, "revision": published.commit}
+    check_as_reader(str(place), load, other_blocks, whole, first_rows, kept)
+
+
+def check_as_reader(
+    name: str,
+    load: Mapping[str, Any],
+    other_blocks: Callable[[], Sequence[int]],
+    whole: Whole,
+    first_rows: Sequence[Mapping[str, Any]],
+    kept: str,
+) -> None:
+    """Raise `PublishError` where a reader, who loads it by `load`, would not find what is expected.
+
+    `other_blocks` are those whose files are not as they were written; `first_rows` has the text columns of the first
+    row, as it was written, and nothing where there is no row.
     """
+    target = whole.plan.target
 
     def look() -> list[str]:
-        return [*_other_files(place, published), *_other_features_and_rows(place, published, whole, first_rows)]
+        others = [f"{target.block_name(number)} is missing, another, or too many" for number in other_blocks()[:5]]
+        return [*others, *_other_features_and_rows(load, whole, first_rows)]
 
     try:
-        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {place}")
+        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {name}")
     except network_errors() as error:
-        raise PublishError(f"{place} is published, but can't be looked at: {error}; {kept}") from error
+        raise PublishError(f"{name} is published, but can't be looked at: {error}; {kept}") from error
     if differences:
         raise PublishError(
-            f"{place} is published, but a reader of it does not find what was written:\n  "
+            f"{name} is published, but a reader of it does not find what was written:\n  "
             + "\n  ".join(differences)
             + f"\n{kept}"
         )
 
 
-def _other_files(place: Destination, published: Published) -> list[str]:
-    """Say which blocks are not there as they were written."""
-    there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
-    if there == published.oids:
-        return []
-    other = sorted(number for number in {*there, *published.oids} if there.get(number) != published.oids.get(number))
-    return [f"{place.target.block_name(number)} is missing, another, or too many" for number in other[:5]]
+def numbers_that_differ(expected: Mapping[int, str], found: Mapping[int, str]) -> list[int]:
+    """Return the blocks that are not there with the content that is expected, or not expected at all."""
+    return sorted(number for number in {*found, *expected} if found.get(number) != expected.get(number))
 
 
 def _other_features_and_rows(
-    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]]
+    load: Mapping[str, Any], whole: Whole, first_rows: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     import datasets
 
-    expected = datasets.Features.from_arrow_schema(whole.schema)
+    expected, target = datasets.Features.from_arrow_schema(whole.schema), whole.plan.target
     try:
-        stream = datasets.load_dataset(
-            place.repo_id,
-            place.target.config,
-            split=place.target.split,
-            streaming=True,
-            revision=published.commit,
-        )
+        stream = datasets.load_dataset(name=target.config, split=target.split, streaming=True, **load)
         features = stream.features or stream._resolve_features().features
         found = features_that_differ(expected, features or {})
         if found:

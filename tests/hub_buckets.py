@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class BucketFile:
     def describe(self, path: str) -> dict[str, object]:
         """Its entry in a listing."""
         entry = {"type": "file", "path": path, "size": len(self.content), "xetHash": self.xet_hash}
-        return entry | {"mtime": DATE, "uploadedAt": DATE}
+        return entry | {"mtime": iso_time(self.mtime_ms), "uploadedAt": DATE}
 
 
 @dataclasses.dataclass
@@ -124,7 +125,7 @@ class Buckets:
         token = self._token(request)
         bucket = self._find(_bucket_name(request), token)
         if to_write:
-            self.hub.check_write(request.match_info["owner"], token)
+            self.hub.check_write(bucket.name, token)
         return bucket
 
     # -- buckets
@@ -289,6 +290,12 @@ class Buckets:
     async def telemetry(self, request: web.Request) -> web.Response:
         """Thank you."""
         return web.json_response({})
+
+
+def iso_time(since_ms: int) -> str:
+    """A time as the Hub writes it."""
+    moment = datetime.datetime.fromtimestamp(since_ms / 1000, datetime.UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _bucket_name(request: web.Request) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,7 +45,7 @@ def opened(name, **options):
     try:
         source = open_source(name, **options)
         cells = source.read(range(len(source.order)))["image"].to_pylist()
-        pictures = sorted([cell["path"], len(cell["bytes"])] for cell in cells)
+        pictures = sorted([cell["path"], len(cell["bytes"] or b"")] for cell in cells)
         rows = type(source.rows).__name__
         return [rows, source.split, len(cells), source.is_private, source.fingerprint, pictures[:2]]
     except JobError as error:
@@ -129,6 +131,13 @@ def test_places_overlap_where_one_holds_the_other(here: str, there: str, overlap
     assert first.overlaps(second) == second.overlaps(first) == overlap
 
 
+def zip_of(picture: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("1.png", picture)
+    return packed.getvalue()
+
+
 def fill(hub: HubServer, tmp_path: Path) -> None:
     """The same files in a dataset and in a bucket, both private."""
     files = {"README.md": CARD, **{f"photos/{number}.png": tagged_png(number) for number in (1, 2)}}
@@ -185,11 +194,13 @@ def test_a_bucket_is_known_by_its_files_and_their_hashes_and_what_is_not_there_i
     tests: Asked = ("hf://buckets/me/scans/data/test-0.parquet", {})
     with HubServer() as hub:
         fill(hub, tmp_path)
-        before, of_tests, missing, mixed, no_bucket, no_split = opened(
+        hub.buckets.put("me/scans", "packed/photos.zip", zip_of(tagged_png(1)))
+        before, of_tests, packed, missing, mixed, no_bucket, no_split = opened(
             hub,
             tmp_path,
             photos,
             tests,
+            ("hf://buckets/me/scans/packed", {}),
             ("hf://buckets/me/scans/nowhere", {}),
             ("hf://datasets/me/scans/**", {}),
             ("hf://buckets/me/none", {}),
@@ -202,6 +213,7 @@ def test_a_bucket_is_known_by_its_files_and_their_hashes_and_what_is_not_there_i
     assert before[4].startswith("bucket:hf://buckets/me/scans/photos/*.png:")
     assert after[4] != before[4]
     assert still[4] == of_tests[4]
+    assert packed[1] == "hf://buckets/me/scans/packed: pictures in a bucket are read one by one; unpack them there"
     assert "there is no file at hf://buckets/me/scans/nowhere" in missing[1]
     assert "names files of several kinds: md, parquet, png" in mixed[1]
     assert "input 'hf://buckets/me/none'" in no_bucket[1]

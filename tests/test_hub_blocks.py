@@ -15,11 +15,11 @@ import pytest
 from huggingface_hub import RepoFile
 
 from src.blocks import Shard, Target
+from src.commits import upload_files
 from src.errors import EngineError, PublishError
 from src.hub_blocks import HubBlocks
 from src.interrupt import Interrupted
 from src.patience import Patience, is_permanent, wished_pause_s
-from src.uploads import upload_files
 from src.work_ref import Destination
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     monkeypatch.setattr("huggingface_hub.HfApi", fake)
     monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
     monkeypatch.setattr("src.uploads.PUBLISH_RETRY_S", 0.2)
-    monkeypatch.setattr("src.hub_blocks.LOOK_RETRY_S", 0.1)
+    monkeypatch.setattr("src.remote_blocks.LOOK_RETRY_S", 0.1)
     yield fake
     fake.gate.set()
 
@@ -288,6 +288,8 @@ def refusal(status: int, **headers: str) -> Exception:
     ("error", "permanent"),
     [(refusal(status), True) for status in (400, 401, 403, 404, 413)]
     + [(refusal(status), False) for status in (408, 409, 412, 429, 500, 503)]
+    + [(ConnectionError("HTTP status client error (403 Forbidden), domain: xet"), True)]
+    + [(ConnectionError("HTTP status client error (429 Too Many Requests), domain: xet"), False)]
     + [(ConnectionError(), False), (TimeoutError(), False), (FileNotFoundError(), True), (PermissionError(), True)],
 )
 def test_what_may_pass_is_told_from_what_will_not(error: Exception, permanent: bool) -> None:

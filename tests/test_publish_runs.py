@@ -370,7 +370,13 @@ def test_four_writers_publish_at_once_and_no_card_loses_the_configuration_of_ano
         ready.wait(PATIENCE_S)
         contents = CardContents("me/scans", plan, {"ok": 2}, {}, "uv run it")
         return blocks.publish(
-            Whole(plan, 2, table.schema, lambda earlier: card_text(earlier, contents), table.schema.names)
+            Whole(
+                plan,
+                2,
+                table.schema,
+                lambda earlier, written: card_text(earlier, contents, written),
+                table.schema.names,
+            )
         )
 
     ready = threading.Barrier(4)
@@ -397,7 +403,7 @@ def test_a_shard_that_still_writes_when_another_has_published_collects_anew_and_
 
     def whole() -> Whole:
         contents = CardContents("me/scans", plan, {"ok": 4}, {}, "uv run it")
-        return Whole(plan, 4, schema, lambda earlier: card_text(earlier, contents), schema.names)
+        return Whole(plan, 4, schema, lambda earlier, written: card_text(earlier, contents, written), schema.names)
 
     first, second = (HubBlocks(Destination("me/text", target), tmp_path / str(index)) for index in range(2))
     with first.locked():
