@@ -87,13 +87,17 @@ the same questions and writes the same blocks.
 #   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
 #       stopped.
 #   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   uploads: Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+#   remote_blocks: Blocks of an output that lies on the Hub, by the verbs of a folder: some there, some here on their
+#       way.
 #   work_ref: Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull
 #       request.
 #   publish: The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
-#   uploads: Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
 #   verify: What was published, looked at as a reader does: the files, their features, and a row of them.
-#   hub_blocks: Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published
-#       from there.
+#   bucket_blocks: Blocks of a bucket: collected in a folder that readers pass over, and moved from there when all are
+#       there.
+#   commits: Blocks of a Hub dataset as they are uploaded and committed to the work ref.
+#   hub_blocks: Blocks of a Hub dataset: found on the work ref by any machine, and published from there.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
@@ -154,6 +158,7 @@ import typing
 import unicodedata
 import warnings
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -1369,14 +1374,15 @@ WHOLE = Shard()
 class Whole:
     """A split of which all blocks are there, as its readers have to find it.
 
-    `rows` are those that were counted; `card` makes the card out of the earlier one, `insists` says that it has to be
-    written anew; `text_columns` are the small ones, of which a row is compared.
+    `rows` are those that were counted; `card` makes the card out of the earlier one, and of when the last block was
+    written where that has to stand there; `insists` says that it has to be written anew; `text_columns` are the small
+    ones, of which a row is compared.
     """
 
     plan: BlockPlan
     rows: int
     schema: pa.Schema
-    card: Callable[[str], str]
+    card: Callable[[str, str], str]
     text_columns: Sequence[str]
     insists: bool = False
 
@@ -3853,6 +3859,7 @@ def _suffix(name: str) -> str:
 ValueT = TypeVar("ValueT")
 PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
 FIRST_NETWORK_PAUSE_S = 1.0
+XET_REFUSAL = re.compile(r"HTTP status client error \((\d{3})\b")  # hf_xet 1.8 has no other word for it
 
 
 class Patience:
@@ -3896,6 +3903,9 @@ class Patience:
 def is_permanent(error: Exception) -> bool:
     """Whether trying again can't help: the Hub said no, or a file is not there."""
     status = getattr(getattr(error, "response", None), "status_code", None)
+    refused = XET_REFUSAL.search(str(error)) if status is None else None
+    if refused:
+        status = int(refused[1])
     if status is None:
         return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
     return bool(status < 500 and status not in PASSING)
@@ -4482,14 +4492,14 @@ def local_fingerprint(path: Path) -> str:
 
 
 def _hub_roots(hub: HubInput) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a folder of images on the Hub; of a bucket only what was packed comes here."""
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images; those of a bucket are streamed."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    unpacked = Path(datasets.config.EXTRACTED_DATASETS_PATH)
-    if hub.at.is_bucket:
-        return (unpacked,)
-    return (Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}", unpacked)
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
 
 
 @dataclass(frozen=True)
@@ -4536,7 +4546,10 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
             return streamed, chosen, False
     if hub is None:
         _refuse_line_breaks(path)
-    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader)
+    anew = {}
+    if hub and hub.at.is_bucket:  # of which `datasets` 5.2 keeps files by name alone: they would never change
+        anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader, **anew)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
 
 
@@ -4550,6 +4563,8 @@ def _open_stream(builder: Any, hub: HubInput, split: str, wanted: _Wanted, patie
         streamed = open_streamed(builder, f"{hub.at.root}/", split, patience)
         if streamed:
             return streamed
+    if of_bucket:
+        raise UsageError(f"{wanted.name}: pictures in a bucket are read one by one; unpack them there")
     reason = (
         "--shuffle reads it in another order"
         if wanted.shuffled
@@ -5579,6 +5594,339 @@ class Interrupts:
         self._cancel()
 
 
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+# Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+#
+# A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
+# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
+# folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the next
+# run on the machine commits it. How a block is uploaded and committed is the carrier's.
+
+
+MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
+MOST_IN_A_COMMIT = 200
+MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
+PUBLISH_RETRY_S = 1800.0
+HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+
+
+class Carrier(Protocol):
+    """Brings blocks to where they belong. Its methods raise what the client raises."""
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks."""
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """Let other runs find the blocks that were uploaded."""
+
+
+class Uploads:
+    """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
+
+    def __init__(
+        self,
+        place: str,
+        local: BlockFolder,
+        carrier: Carrier,
+        *,
+        commit_every_s: float,
+        on_commit: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        self._place = place
+        self._local = local
+        self._carrier = carrier
+        self._commit_every_s = commit_every_s
+        self._on_commit = on_commit
+        self._patience = Patience(PUBLISH_RETRY_S)
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._uploaded: list[int] = []
+        self._last_commit = time.monotonic()
+        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
+        self._room = threading.Condition()
+        self._most_bytes = MOST_STAGED_BYTES
+        self._failure: PublishError | None = None
+        self._thread: threading.Thread | None = None
+
+    def measure_disk(self) -> None:
+        """Find out how many bytes may wait here."""
+        self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+
+    def wait_for_room(self) -> None:
+        """Wait where too many blocks are under way."""
+        with self._room:
+            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
+                self.raise_failure()
+                self._room.wait(1.0)
+
+    def send(self, number: int) -> None:
+        """Send a block on its way."""
+        with self._room:
+            self._staged[number] = self._local.path(number).stat().st_size
+        self._waiting.put(number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+
+    def end(self, first_error: BaseException | None) -> None:
+        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
+        if self._thread is None:
+            return
+        if isinstance(first_error, Interrupted):
+            self._patience.hurry(HURRY_S)
+        self._waiting.put(None)
+        try:
+            self._thread.join()
+        except Interrupted:
+            self._patience.hurry(HURRY_S)
+            self._thread.join()
+            raise
+        finally:
+            self._thread = None
+        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
+            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._failure:
+            raise self._failure
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            goes_on = True
+            while goes_on:
+                numbers, goes_on = self._next_closed()
+                if numbers:
+                    self._send(numbers)
+                if self._uploaded and self._is_due():
+                    self._commit()
+            self._commit()
+        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
+            self._failure = PublishError(
+                f"publishing to {self._place} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
+            )
+        finally:
+            with self._room:
+                self._room.notify_all()
+
+    def _next_closed(self) -> tuple[list[int], bool]:
+        """Wait for closed blocks, or until a commit is due; return them, and whether more may come."""
+        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
+        most = max(1, min(MOST_AT_ONCE, MOST_IN_A_COMMIT - len(self._uploaded)))
+        numbers: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            number = self._waiting.get(timeout=wait_s if self._uploaded else None)
+            while number is not None:
+                numbers.append(number)
+                if len(numbers) == most:
+                    return numbers, True
+                number = self._waiting.get_nowait()
+            return numbers, False
+        return numbers, True
+
+    def _is_due(self) -> bool:
+        since_s = time.monotonic() - self._last_commit
+        return (
+            since_s >= self._commit_every_s
+            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
+            or len(self._uploaded) >= MOST_IN_A_COMMIT
+            or 2 * sum(self._staged[number] for number in self._uploaded) >= self._most_bytes
+        )
+
+    def _send(self, numbers: list[int]) -> None:
+        files = {number: self._local.path(number) for number in numbers}
+        self._patience.call(lambda: self._carrier.upload(files), f"uploading to {self._place}")
+        self._uploaded += numbers
+
+    def _commit(self) -> None:
+        if not self._uploaded:
+            return
+        self._patience.call(lambda: self._carrier.commit(self._uploaded), f"committing to {self._place}")
+        committed, self._uploaded = self._uploaded, []
+        self._last_commit = time.monotonic()
+        self._on_commit({number: self._staged[number] for number in committed})
+        for number in committed:
+            self._local.path(number).unlink(missing_ok=True)
+        with self._room:
+            for number in committed:
+                del self._staged[number]
+            self._room.notify_all()
+
+
+# ---- remote_blocks ---------------------------------------------------------------------------------------------------
+# Blocks of an output that lies on the Hub, by the verbs of a folder: some there, some here on their way.
+#
+# Where they are there, how one is opened and how a split is published differs between datasets and buckets, and stands
+# in rooms of their own.
+
+
+LOOK_RETRY_S = 120.0
+REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
+
+LookedT = TypeVar("LookedT")
+
+
+class RemoteBlocks(ABC):
+    """The blocks of one split of an output on the Hub. `counted_column` is one whose values are counted as blocks are
+    written: of these the Hub need not be asked. `name` is how people call the output."""
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        staging: Path,
+        carrier: Carrier,
+        *,
+        counted_column: str = "",
+        shard: Shard = WHOLE,
+        commit_every_s: float,
+    ) -> None:
+        self.target = target
+        self._name = name
+        self._shard = shard
+        self._counted_column = counted_column
+        self._counted: dict[int, Counter[str]] = {}
+        self._local = BlockFolder(staging, target, shard)
+        self._uploads = Uploads(name, self._local, carrier, commit_every_s=commit_every_s, on_commit=self._note_commit)
+        self._begins_anew = False
+        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
+
+    @abstractmethod
+    def _listed(self) -> dict[int, int]:
+        """Return the blocks that are on the Hub, with their sizes."""
+
+    @abstractmethod
+    def _opened(self, number: int) -> Any:
+        """Open a block that is on the Hub."""
+
+    @abstractmethod
+    def _open_to_write(self) -> None:
+        """Make ready what blocks are collected in; fail where we may not write there."""
+
+    @abstractmethod
+    def publish(self, whole: Whole) -> str | None:
+        """Make a whole split visible to its readers; return where it is."""
+
+    @abstractmethod
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+
+    # What is there
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
+        here = self._closed_here()  # before the others: a block goes from here to there
+        return here | self._on_hub().keys()
+
+    def _closed_here(self) -> set[int]:
+        """Only this shard's: other shards of this machine share the folder, and publish their own."""
+        return {number for number in self._local.closed() if self._shard.holds(number)}
+
+    def _on_hub(self) -> dict[int, int]:
+        if self._there is None:
+            self._there = self._looked(self._listed, "listing its blocks")
+        return self._there
+
+    def _note_commit(self, committed: Mapping[int, int]) -> None:
+        self._there = {**self._on_hub(), **committed}
+
+    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        try:
+            return Patience(LOOK_RETRY_S).call(look, f"{self._name}: {what}")
+        except network_errors() as error:
+            raise PublishError(f"{self._name}: {what} failed: {error}; run again to go on") from error
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return f"{self._name}: {self.target.block_name(number)}"
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block; from the Hub only their bytes are fetched."""
+        import pyarrow.parquet as pq
+
+        return self._with(number, lambda file: pq.read_table(file, columns=columns))
+
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        if column == self._counted_column and number in self._counted:
+            return self._counted[number]
+        return self._with(number, lambda file: count_values(file, column))
+
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
+        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
+        return [self._with(number, settings_in) for number in sorted(firsts)]
+
+    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
+        """Look into a block's file, here or on the Hub."""
+        if number in self._closed_here():
+            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
+                return look(self._local.path(number))
+
+        def look_there() -> LookedT:
+            with self._opened(number) as file:
+                return look(file)
+
+        return self._looked(look_there, f"reading {self.target.block_name(number)}")
+
+    # What is written
+
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for their commit."""
+        return bool(self._closed_here())
+
+    def remove_all(self) -> None:
+        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers when
+        all new ones are there."""
+        for number in self._closed_here():
+            self._local.path(number).unlink()
+        self._begins_anew = True
+        self._there = {}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
+
+        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
+        """
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+        with self._local.locked():
+            disable_progress_bars()  # those of uploads would break the lines that people read
+            self._uploads.measure_disk()
+            first_error = None
+            try:
+                yield
+            except BaseException as error:
+                first_error = error
+                raise
+            finally:
+                self._uploads.end(first_error)
+            self._there = None  # other shards have added theirs
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Open what blocks are collected in, where that is needed, and send on their way those that an earlier run
+        left here. Opening it shows, before any GPU time, whether we may write there."""
+        leftovers = sorted(self._closed_here())
+        if to_write or leftovers:
+            self._looked(self._open_to_write, "opening what blocks are collected in")
+        for number in leftovers:
+            self._uploads.send(number)
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write a block here and send it on its way; waits where too many are under way."""
+        self._uploads.wait_for_room()
+        self._local.write(number, table)
+        if self._counted_column in table.schema.names:
+            self._counted[number] = Counter(table[self._counted_column].to_pylist())
+        self._uploads.send(number)
+        self._uploads.raise_failure()
+
+
 # ---- work_ref --------------------------------------------------------------------------------------------------------
 # Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull request.
 #
@@ -5782,33 +6130,68 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 class Output:
     """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any.
 
-    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead.
+    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead. `bucket` is the place in
+    a bucket, if they go there.
     """
 
     folder: Path
     repo_id: str | None = None
     revision: str = MAIN
     create_pr: bool = False
+    bucket: HubPath | None = None
 
     def __str__(self) -> str:
-        return self.repo_id or str(self.folder)
+        return self.repo_id or str(self.bucket or self.folder)
+
+    @property
+    def on_hub(self) -> str | None:
+        """The dataset or bucket that it goes to; None for a local folder."""
+        return self.bucket.repo_id if self.bucket else self.repo_id
 
 
 def choose_output(name: str, work_dir: str | None, revision: str | None = None, create_pr: bool = False) -> Output:
     """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
     path = Path(name).expanduser()
+    if name.startswith(HUB_SCHEME):
+        return _hub_output(name, work_dir, revision, create_pr)
     if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
         _check_revision(revision, create_pr)
         at = "--pr" if create_pr else f"--at--{revision.replace('/', '--')}" if revision not in (None, MAIN) else ""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
-        folder = Path(work_dir) if work_dir else cache / f"{name.replace('/', '--')}{at}"
-        return Output(folder, name, revision or MAIN, create_pr)
+        return Output(_staging(work_dir, f"{name}{at}"), name, revision or MAIN, create_pr)
     if path.exists() and not path.is_dir():
         raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
     for flag, given in {"--work-dir": work_dir, "--output-revision": revision, "--create-pr": create_pr}.items():
         if given:
             raise UsageError(f"{flag} is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
     return Output(path)
+
+
+def _staging(work_dir: str | None, name: str) -> Path:
+    """Where blocks wait for their upload."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+    return Path(work_dir) if work_dir else cache / name.replace("/", "--")
+
+
+def _hub_output(name: str, work_dir: str | None, revision: str | None, create_pr: bool) -> Output:
+    """Read an `hf://` address of an output: a dataset, at a branch or not, or a folder of a bucket."""
+    at = parse_hub_path(name, what="output")
+    assert at is not None
+    if not at.is_bucket:
+        if at.path:
+            raise UsageError(f"output {name!r}: blocks of a dataset lie where its card says; leave /{at.path} out")
+        if revision is not None and at.revision not in (None, revision):
+            raise UsageError(
+                f"output {name!r} is at {at.revision!r}, but --output-revision is {revision!r}; give one of them"
+            )
+        return choose_output(at.repo_id, work_dir, at.revision or revision, create_pr)
+    for flag, given in {"--output-revision": revision, "--create-pr": create_pr}.items():
+        if given:
+            raise UsageError(
+                f"{flag}: a bucket has neither branches nor pull requests; leave it out, or name a dataset"
+            )
+    if is_pattern(at.path):
+        raise UsageError(f"output {name!r} is a pattern; name a folder of the bucket")
+    return Output(_staging(work_dir, str(at).removeprefix(HUB_SCHEME)), bucket=at)
 
 
 def _check_revision(revision: str | None, create_pr: bool) -> None:
@@ -5829,6 +6212,11 @@ def check_output_is_apart(output: Output, input_name: str) -> None:
         raise UsageError(f"input and output are both {input_name!r}; name another output")
     source = Path(input_name).expanduser()
     if not source.exists():
+        read, written = parse_hub_path(input_name), output.bucket
+        if output.repo_id:
+            written = HubPath("datasets", output.repo_id)
+        if read and written and read.overlaps(written):
+            raise UsageError(f"input {input_name!r} and output '{output}' overlap; name another output")
         return
     here, there = output.folder.resolve(), source.resolve()
     if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
@@ -5921,7 +6309,7 @@ def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Pub
     operations += [CommitOperationDelete(place.target.block_name(number)) for number in there if number not in numbers]
     card = card_at(place.repo_id, head)
     if operations or whole.insists or not has_section(card, place.target):
-        text = whole.card(card)
+        text = whole.card(card, "")
         if text != card:
             operations.append(CommitOperationAdd("README.md", text.encode()))
     commit = head
@@ -5938,177 +6326,381 @@ def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Pub
     return Published(commit, {number: ours[number].oid for number in numbers})
 
 
-# ---- uploads ---------------------------------------------------------------------------------------------------------
-# Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+# ---- verify ----------------------------------------------------------------------------------------------------------
+# What was published, looked at as a reader does: the files, their features, and a row of them.
+
+
+VERIFY_RETRY_S = 120.0
+
+
+def verify(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
+) -> None:
+    """Raise `PublishError` where a reader of the published revision would not find what is expected."""
+
+    def other_blocks() -> list[int]:
+        there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
+        return numbers_that_differ(published.oids, there)
+
+    load = {"path": place.repo_id, "revision": published.commit}
+    check_as_reader(str(place), load, other_blocks, whole, first_rows, kept)
+
+
+def check_as_reader(
+    name: str,
+    load: Mapping[str, Any],
+    other_blocks: Callable[[], Sequence[int]],
+    whole: Whole,
+    first_rows: Sequence[Mapping[str, Any]],
+    kept: str,
+) -> None:
+    """Raise `PublishError` where a reader, who loads it by `load`, would not find what is expected.
+
+    `other_blocks` are those whose files are not as they were written; `first_rows` has the text columns of the first
+    row, as it was written, and nothing where there is no row.
+    """
+    target = whole.plan.target
+
+    def look() -> list[str]:
+        others = [f"{target.block_name(number)} is missing, another, or too many" for number in other_blocks()[:5]]
+        return [*others, *_other_features_and_rows(load, whole, first_rows)]
+
+    try:
+        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {name}")
+    except network_errors() as error:
+        raise PublishError(f"{name} is published, but can't be looked at: {error}; {kept}") from error
+    if differences:
+        raise PublishError(
+            f"{name} is published, but a reader of it does not find what was written:\n  "
+            + "\n  ".join(differences)
+            + f"\n{kept}"
+        )
+
+
+def numbers_that_differ(expected: Mapping[int, str], found: Mapping[int, str]) -> list[int]:
+    """Return the blocks that are not there with the content that is expected, or not expected at all."""
+    return sorted(number for number in {*found, *expected} if found.get(number) != expected.get(number))
+
+
+def _other_features_and_rows(
+    load: Mapping[str, Any], whole: Whole, first_rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    import datasets
+
+    expected, target = datasets.Features.from_arrow_schema(whole.schema), whole.plan.target
+    try:
+        stream = datasets.load_dataset(name=target.config, split=target.split, streaming=True, **load)
+        features = stream.features or stream._resolve_features().features
+        found = features_that_differ(expected, features or {})
+        if found:
+            return found
+        rows = [
+            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
+        ]
+    except network_errors():
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
+        return [f"load_dataset fails: {type(error).__name__}: {error}"]
+    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
+
+
+def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
+    """Say which columns a reader finds otherwise, or not at all."""
+    return [
+        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
+        for name in {**expected, **found}
+        if expected.get(name) != found.get(name)
+    ]
+
+
+# ---- bucket_blocks ---------------------------------------------------------------------------------------------------
+# Blocks of a bucket: collected in a folder that readers pass over, and moved from there when all are there.
 #
-# A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
-# next commit to the work ref: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed
-# leaves the local folder, so that the disk holds what is under way and no more. What could not be committed stays
-# there, and the next run on the machine commits it.
+# A bucket has neither commits nor branches. What is under way lies below `.unfinished/`, found there by any machine; a
+# split is published by copies within the bucket, for which no byte travels, then by its card, and last the folder goes.
+# Killed anywhere in between, the same command goes on.
 
 
-MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
-MOST_IN_A_COMMIT = 200
-MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
-MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
-PUBLISH_RETRY_S = 1800.0
-HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+WORK_FOLDER = ".unfinished"
+BUCKET_PUBLISH_S = 1800.0
+CARD_TRIES = 10
+MARKERS = ("begun", "anew")
+BEGUN = b"Blocks of a run that is under way. It moves them from here when all are there; until then leave them.\n"
 
 
-class Uploads:
-    """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
+@dataclass(frozen=True)
+class BucketFolder:
+    """Where an output lies in a bucket: its blocks for readers, and those that are collected."""
+
+    at: HubPath
+    target: Target
+
+    def name(self, number: int, *, collected: bool) -> str:
+        """Return the path of a block in the bucket."""
+        return self._path(self.target.block_name(number), collected=collected)
+
+    @property
+    def card(self) -> str:
+        """The path of the card in the bucket."""
+        return self._path("README.md", collected=False)
+
+    def marker(self, word: str) -> str:
+        """Return the path of a file that says something of what is collected."""
+        return self._path(f"{self.target.folder}/{self.target.split}-{word}", collected=True)
+
+    def _path(self, name: str, *, collected: bool) -> str:
+        return "/".join(part for part in (self.at.path, WORK_FOLDER if collected else "", name) if part)
+
+    def files(self, *, collected: bool) -> dict[str, Any]:
+        """List the files of this split, blocks and markers, by their names in the output; none where no bucket is."""
+        from huggingface_hub import BucketFile, HfApi
+        from huggingface_hub.errors import BucketNotFoundError
+
+        prefix = self._path("", collected=collected)
+        start = self._path(f"{self.target.folder}/{self.target.split}-", collected=collected)
+        try:
+            entries = list(HfApi().list_bucket_tree(self.at.repo_id, prefix=start, recursive=True))
+        except BucketNotFoundError:
+            return {}
+        return {
+            entry.path.removeprefix(f"{prefix}/" if prefix else ""): entry
+            for entry in entries
+            if isinstance(entry, BucketFile)
+        }
+
+    def read_card(self) -> str:
+        """Return the card; nothing where there is none."""
+        from huggingface_hub import HfApi, HfFileSystem
+
+        found = list(HfApi().get_bucket_paths_info(self.at.repo_id, [self.card]))
+        if not found:
+            return ""
+        address = f"{HUB_SCHEME}buckets/{self.at.repo_id}/{self.card}"
+        with HfFileSystem(skip_instance_cache=True).open(address, "rb", size=found[0].size) as file:
+            return bytes(file.read()).decode()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The files of a split in a bucket, by the numbers of the blocks: for readers, and collected. `anew` says that what
+    readers see is of an earlier run, and counts for nothing."""
+
+    readable: Mapping[int, Any]
+    collected: Mapping[int, Any]
+    markers: Collection[str]
+    anew: bool
+
+    @property
+    def there(self) -> dict[int, Any]:
+        """The blocks of this run."""
+        return {**({} if self.anew else self.readable), **self.collected}
+
+
+class BucketCarrier:
+    """Uploads blocks to where they are collected: other runs find them at once."""
+
+    def __init__(self, folder: BucketFolder) -> None:
+        self._folder = folder
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks."""
+        from huggingface_hub import HfApi
+
+        HfApi().batch_bucket_files(
+            self._folder.at.repo_id,
+            add=[(file, self._folder.name(number, collected=True)) for number, file in files.items()],
+        )
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """There are no commits."""
+
+
+class BucketBlocks(RemoteBlocks):
+    """The blocks of one split of an output in a bucket."""
 
     def __init__(
         self,
-        repo_id: str,
-        local: BlockFolder,
-        work: WorkRef,
+        at: HubPath,
+        target: Target,
+        staging: Path,
         *,
-        commit_every_s: float,
-        on_commit: Callable[[Mapping[int, int]], None],
+        private: bool,
+        counted_column: str = "",
+        shard: Shard = WHOLE,
     ) -> None:
-        self.revision = ""  # of the work ref, once it is open
-        self._repo_id = repo_id
-        self._local = local
-        self._work = work
-        self._commit_every_s = commit_every_s
-        self._on_commit = on_commit
-        self._patience = Patience(PUBLISH_RETRY_S)
-        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._uploaded: list[tuple[int, Any]] = []
-        self._last_commit = time.monotonic()
-        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
-        self._room = threading.Condition()
-        self._most_bytes = MOST_STAGED_BYTES
-        self._failure: PublishError | None = None
-        self._thread: threading.Thread | None = None
-
-    def measure_disk(self) -> None:
-        """Find out how many bytes may wait here."""
-        self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
-
-    def wait_for_room(self) -> None:
-        """Wait where too many blocks are under way."""
-        with self._room:
-            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
-                self.raise_failure()
-                self._room.wait(1.0)
-
-    def send(self, number: int) -> None:
-        """Send a block on its way."""
-        with self._room:
-            self._staged[number] = self._local.path(number).stat().st_size
-        self._waiting.put(number)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-            self._thread.start()
-
-    def end(self, first_error: BaseException | None) -> None:
-        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
-        if isinstance(first_error, Interrupted):
-            self._patience.hurry(HURRY_S)
-        self._waiting.put(None)
-        try:
-            self._thread.join()
-        except Interrupted:
-            self._patience.hurry(HURRY_S)
-            self._thread.join()
-            raise
-        finally:
-            self._thread = None
-        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
-            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise what ended the thread, if anything did."""
-        if self._failure:
-            raise self._failure
-
-    # The thread
-
-    def _run(self) -> None:
-        try:
-            goes_on = True
-            while goes_on:
-                numbers, goes_on = self._next_closed()
-                if numbers:
-                    self._send(numbers)
-                if self._uploaded and self._is_due():
-                    self._commit()
-            self._commit()
-        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
-            self._failure = PublishError(
-                f"publishing to {self._repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
-                f"in {self._local.root}; the same command publishes it without asking about a page again"
-            )
-        finally:
-            with self._room:
-                self._room.notify_all()
-
-    def _next_closed(self) -> tuple[list[int], bool]:
-        """Wait for closed blocks, or until a commit is due; return them, and whether more may come."""
-        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
-        most = max(1, min(MOST_AT_ONCE, MOST_IN_A_COMMIT - len(self._uploaded)))
-        numbers: list[int] = []
-        with contextlib.suppress(queue.Empty):
-            number = self._waiting.get(timeout=wait_s if self._uploaded else None)
-            while number is not None:
-                numbers.append(number)
-                if len(numbers) == most:
-                    return numbers, True
-                number = self._waiting.get_nowait()
-            return numbers, False
-        return numbers, True
-
-    def _is_due(self) -> bool:
-        since_s = time.monotonic() - self._last_commit
-        return (
-            since_s >= self._commit_every_s
-            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
-            or len(self._uploaded) >= MOST_IN_A_COMMIT
-            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
+        self.at = at
+        self._folder = BucketFolder(at, target)
+        self._private = private
+        self._places: dict[int, bool] = {}  # block → whether it is among those that are collected
+        super().__init__(
+            str(at),
+            target,
+            staging,
+            BucketCarrier(self._folder),
+            counted_column=counted_column,
+            shard=shard,
+            commit_every_s=0.0,
         )
 
-    def _send(self, numbers: list[int]) -> None:
-        from huggingface_hub import CommitOperationAdd
+    def _look(self) -> Collected:
+        files = self._folder.files(collected=True)
+        markers = [self._folder.marker(word) for word in MARKERS]
+        there = {file.path for file in files.values()} & set(markers)
+        readable = self._numbered(self._folder.files(collected=False))
+        return Collected(readable, self._numbered(files), sorted(there), anew=markers[1] in there)
 
-        names = {number: self._local.target.block_name(number) for number in numbers}
-        additions = [CommitOperationAdd(name, self._local.path(number)) for number, name in names.items()]
-        self._patience.call(
-            lambda: self._on_work_ref(lambda revision: upload_files(self._repo_id, additions, revision)),
-            f"uploading to {self._repo_id}",
+    def _numbered(self, files: Mapping[str, Any]) -> dict[int, Any]:
+        blocks = {self.target.block_number(name): file for name, file in files.items()}
+        return {number: file for number, file in blocks.items() if number is not None}
+
+    def _listed(self) -> dict[int, int]:
+        found = self._look()
+        self._places = {number: number in found.collected for number in found.there}
+        return {number: int(file.size) for number, file in found.there.items()}
+
+    def _opened(self, number: int) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        size = self._on_hub()[number]
+        name = self._folder.name(number, collected=self._places.get(number, True))
+        return HfFileSystem().open(
+            f"{HUB_SCHEME}buckets/{self.at.repo_id}/{name}", "rb", size=size, block_size=REMOTE_BLOCK_BYTES
         )
-        self._uploaded += zip(numbers, additions, strict=True)
 
-    def _commit(self) -> None:
-        if not self._uploaded:
-            return
-        self._patience.call(lambda: self._on_work_ref(self._create_commit), f"committing to {self._repo_id}")
-        committed, self._uploaded = self._uploaded, []
-        self._last_commit = time.monotonic()
-        self._on_commit({number: self._staged[number] for number, _ in committed})
-        for number, _ in committed:
-            self._local.path(number).unlink(missing_ok=True)
-        with self._room:
-            for number, _ in committed:
-                del self._staged[number]
-            self._room.notify_all()
-
-    def _create_commit(self, revision: str) -> None:
+    def _open_to_write(self) -> None:
+        """Create the bucket where it is missing, and write there that a run has begun: only so it shows that we may."""
         from huggingface_hub import HfApi
 
-        HfApi().create_commit(
-            self._repo_id,
-            [addition for _, addition in self._uploaded],
-            repo_type="dataset",
-            revision=revision,
-            commit_message=f"Blocks of split {self._local.target}: {len(self._uploaded)}",
-        )
+        api = HfApi()
+        api.create_bucket(self.at.repo_id, private=self._private, exist_ok=True)
+        markers = MARKERS if self._begins_anew else MARKERS[:1]
+        old = [file.path for file in self._look().collected.values()] if self._begins_anew else []
+        self._remove(old)
+        api.batch_bucket_files(self.at.repo_id, add=[(BEGUN, self._folder.marker(word)) for word in markers])
 
-    def _on_work_ref(self, act: Callable[[str], None]) -> None:
+    def publish(self, whole: Whole) -> str | None:
+        """Let readers see the split: copies of what was collected, then the card; look at it as they do; tidy up.
+
+        Raises `PublishError` where that fails, or where a reader would not find what is expected.
+        """
+        if whole.rows != whole.plan.num_rows:
+            raise PublishError(
+                f"the blocks of {self.at} hold {whole.rows} rows, and {whole.plan.num_rows} are wanted; nothing is "
+                "published. Start anew with --overwrite"
+            )
+        kept = f"{self.collected()} keeps all blocks; the same command goes on"
+        try:
+            Patience(BUCKET_PUBLISH_S).call(lambda: self._publish(whole, kept), f"publishing to {self.at}")
+        except network_errors() as error:
+            raise PublishError(f"publishing to {self.at} failed: {error}. {kept}") from error
+        from huggingface_hub import HfApi
+
+        return f"{HfApi().endpoint}/buckets/{self.at.repo_id}" + (f"/tree/{self.at.path}" if self.at.path else "")
+
+    def _publish(self, whole: Whole, kept: str) -> None:
+        from huggingface_hub import HfApi
+
+        api, found = HfApi(), self._look()
+        numbers = range(len(whole.plan))
+        missing = [number for number in numbers if number not in found.there]
+        if missing:
+            raise PublishError(f"{self.at}: block {missing[0]} is gone; run again to write it anew")
+        if found.collected or found.markers or whole.insists or not has_section(self._folder.read_card(), self.target):
+            ours = {number: found.there[number].xet_hash for number in numbers}
+            seen = {number: file.xet_hash for number, file in found.readable.items()}
+            copies = [
+                ("bucket", self.at.repo_id, ours[number], self._folder.name(number, collected=False))
+                for number in numbers
+                if seen.get(number) != ours[number]
+            ]
+            surplus = [file.path for number, file in found.readable.items() if number not in numbers]
+            api.batch_bucket_files(self.at.repo_id, copy=copies, delete=surplus)
+            written = max(file.mtime.isoformat() for file in found.there.values() if file.mtime)
+            self._write_card(whole, written)
+            self._verify(whole, ours, kept)
+            self._write_card(whole, written)  # another run may have written the one that it read before
+        self._remove([*(file.path for file in found.collected.values()), *found.markers])
+
+    def _write_card(self, whole: Whole, written: str) -> None:
+        """Write the card, and look whether it is there: of two runs that write it at once the later one wins."""
+        from huggingface_hub import HfApi
+
+        for _ in range(CARD_TRIES):
+            earlier = self._folder.read_card()
+            text = whole.card(earlier, written)
+            if text == earlier:
+                return
+            HfApi().batch_bucket_files(self.at.repo_id, add=[(text.encode(), self._folder.card)])
+        raise PublishError(f"the card of {self.at} is written by somebody else as well; the same command writes it")
+
+    def _verify(self, whole: Whole, ours: Mapping[int, str], kept: str) -> None:
+        from huggingface_hub import HfFileSystem
+
+        def other_blocks() -> list[int]:
+            return numbers_that_differ(ours, {number: file.xet_hash for number, file in self._look().readable.items()})
+
+        first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
+        HfFileSystem.clear_instance_cache()  # it keeps what it listed, and a bucket has no commits to tell old from new
+        check_as_reader(str(self.at), {"path": str(self.at)}, other_blocks, whole, first, kept)
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        """Remove files; another shard may have removed some of them."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import BucketBatchError
+
+        api = HfApi()
+        try:
+            api.batch_bucket_files(self.at.repo_id, delete=list(paths))
+        except BucketBatchError:
+            if list(api.get_bucket_paths_info(self.at.repo_id, paths)):
+                raise
+
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+        return f"{self.at}/{WORK_FOLDER}"
+
+
+# ---- commits ---------------------------------------------------------------------------------------------------------
+# Blocks of a Hub dataset as they are uploaded and committed to the work ref.
+
+
+class Committer:
+    """Uploads blocks as large files, and commits them to the work ref. `revision` is that ref's, once it is open."""
+
+    def __init__(self, repo_id: str, target: Target, work: WorkRef) -> None:
+        self.revision = ""
+        self._repo_id = repo_id
+        self._target = target
+        self._work = work
+        self._additions: dict[int, Any] = {}
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks, which nobody sees yet."""
+        from huggingface_hub import CommitOperationAdd
+
+        additions = {
+            number: CommitOperationAdd(self._target.block_name(number), file) for number, file in files.items()
+        }
+        self._on_work_ref(lambda revision: upload_files(self._repo_id, list(additions.values()), revision))
+        self._additions.update(additions)
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """Commit the blocks that were uploaded."""
+        from huggingface_hub import HfApi
+
+        self._on_work_ref(
+            lambda revision: HfApi().create_commit(
+                self._repo_id,
+                [self._additions[number] for number in numbers],
+                repo_type="dataset",
+                revision=revision,
+                commit_message=f"Blocks of split {self._target}: {len(numbers)}",
+            )
+        )
+        for number in numbers:
+            del self._additions[number]
+
+    def _on_work_ref(self, act: Callable[[str], object]) -> None:
         """Do something at the work ref, opened again where another shard has found all blocks there and published."""
         from huggingface_hub.errors import RevisionNotFoundError
 
@@ -6135,97 +6727,14 @@ def upload_files(repo_id: str, additions: Sequence[Any], revision: str) -> None:
         raise ConnectionError(f"{error} ({type(cause).__name__}, {status})") from error
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-# What was published, looked at as a reader does: the files, their features, and a row of them.
-
-
-VERIFY_RETRY_S = 120.0
-
-
-def verify(
-    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
-) -> None:
-    """Raise `PublishError` where a reader of the published revision would not find what is expected.
-
-    `first_rows` has the text columns of the first row, as it was written; nothing where there is no row.
-    """
-
-    def look() -> list[str]:
-        return [*_other_files(place, published), *_other_features_and_rows(place, published, whole, first_rows)]
-
-    try:
-        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {place}")
-    except network_errors() as error:
-        raise PublishError(f"{place} is published, but can't be looked at: {error}; {kept}") from error
-    if differences:
-        raise PublishError(
-            f"{place} is published, but a reader of it does not find what was written:\n  "
-            + "\n  ".join(differences)
-            + f"\n{kept}"
-        )
-
-
-def _other_files(place: Destination, published: Published) -> list[str]:
-    """Say which blocks are not there as they were written."""
-    there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
-    if there == published.oids:
-        return []
-    other = sorted(number for number in {*there, *published.oids} if there.get(number) != published.oids.get(number))
-    return [f"{place.target.block_name(number)} is missing, another, or too many" for number in other[:5]]
-
-
-def _other_features_and_rows(
-    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    import datasets
-
-    expected = datasets.Features.from_arrow_schema(whole.schema)
-    try:
-        stream = datasets.load_dataset(
-            place.repo_id,
-            place.target.config,
-            split=place.target.split,
-            streaming=True,
-            revision=published.commit,
-        )
-        features = stream.features or stream._resolve_features().features
-        found = features_that_differ(expected, features or {})
-        if found:
-            return found
-        rows = [
-            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
-        ]
-    except network_errors():
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
-        return [f"load_dataset fails: {type(error).__name__}: {error}"]
-    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
-
-
-def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
-    """Say which columns a reader finds otherwise, or not at all."""
-    return [
-        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
-        for name in {**expected, **found}
-        if expected.get(name) != found.get(name)
-    ]
-
-
 # ---- hub_blocks ------------------------------------------------------------------------------------------------------
-# Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published from there.
+# Blocks of a Hub dataset: found on the work ref by any machine, and published from there.
 #
 # Where there is no work ref, the blocks on the target branch are those that are there.
 
 
-LOOK_RETRY_S = 120.0
-REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
-
-LookedT = TypeVar("LookedT")
-
-
-class HubBlocks:
-    """The blocks of one split of a Hub dataset. `counted_column` is one whose values are counted as blocks are written:
-    of these the Hub need not be asked."""
+class HubBlocks(RemoteBlocks):
+    """The blocks of one split of a Hub dataset."""
 
     def __init__(
         self,
@@ -6237,79 +6746,22 @@ class HubBlocks:
         commit_every_s: float = 600.0,
     ) -> None:
         self.place = place
-        self._shard = shard
-        self._counted_column = counted_column
-        self._counted: dict[int, Counter[str]] = {}
         self._work = work_ref(place)
-        self._local = BlockFolder(staging, place.target, shard)
-        self._uploads = Uploads(
-            place.repo_id, self._local, self._work, commit_every_s=commit_every_s, on_commit=self._note_commit
-        )
-        self._begins_anew = False
         self._at = place.revision
-        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
-
-    # What is there
-
-    def closed(self) -> set[int]:
-        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
-        here = self._closed_here()  # before the others: a block goes from here to there
-        return here | self._on_hub().keys()
-
-    def _closed_here(self) -> set[int]:
-        """Only this shard's: other shards of this machine share the folder, and publish their own."""
-        return {number for number in self._local.closed() if self._shard.holds(number)}
-
-    def _on_hub(self) -> dict[int, int]:
-        if self._there is None:
-            self._there = self._looked(self._listed, "listing its blocks")
-        return self._there
+        self._committer = Committer(place.repo_id, place.target, self._work)
+        super().__init__(
+            str(place),
+            place.target,
+            staging,
+            self._committer,
+            counted_column=counted_column,
+            shard=shard,
+            commit_every_s=commit_every_s,
+        )
 
     def _listed(self) -> dict[int, int]:
         self._at = self._work.find() or self.place.revision
         return {number: block.size for number, block in blocks_at(self.place, self._at).items()}
-
-    def _note_commit(self, committed: Mapping[int, int]) -> None:
-        self._there = {**self._on_hub(), **committed}
-
-    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
-        try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self.place}: {what}")
-        except network_errors() as error:
-            raise PublishError(f"{self.place}: {what} failed: {error}; run again to go on") from error
-
-    def where(self, number: int) -> str:
-        """Say where block `number` is, or will be."""
-        return f"{self.place}: {self.place.target.block_name(number)}"
-
-    def read(self, number: int, columns: list[str]) -> pa.Table:
-        """Read some columns of a block; from the Hub only their bytes are fetched."""
-        import pyarrow.parquet as pq
-
-        return self._with(number, lambda file: pq.read_table(file, columns=columns))
-
-    def count(self, number: int, column: str) -> Counter[str]:
-        """Count the values in a column of a block."""
-        if column == self._counted_column and number in self._counted:
-            return self._counted[number]
-        return self._with(number, lambda file: count_values(file, column))
-
-    def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
-        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
-        return [self._with(number, settings_in) for number in sorted(firsts)]
-
-    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
-        """Look into a block's file, here or on the Hub."""
-        if number in self._closed_here():
-            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
-                return look(self._local.path(number))
-
-        def look_there() -> LookedT:
-            with self._opened(number) as file:
-                return look(file)
-
-        return self._looked(look_there, f"reading {self.place.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -6324,56 +6776,10 @@ class HubBlocks:
             block_size=REMOTE_BLOCK_BYTES,
         )
 
-    # What is written
-
-    def unpublished(self) -> bool:
-        """Whether closed blocks wait here for their commit."""
-        return bool(self._closed_here())
-
-    def remove_all(self) -> None:
-        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers of the
-        target branch when all new ones are there."""
-        for number in self._closed_here():
-            self._local.path(number).unlink()
-        self._begins_anew = True
-        self._there = {}
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
-
-        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
-        """
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
-
-        with self._local.locked():
-            disable_progress_bars()  # those of uploads would break the lines that people read
-            self._uploads.measure_disk()
-            first_error = None
-            try:
-                yield
-            except BaseException as error:
-                first_error = error
-                raise
-            finally:
-                self._uploads.end(first_error)
-            self._there = None  # other shards have added theirs
-
-    def get_ready(self, *, to_write: bool) -> None:
-        """Open the work ref where it is needed, and send on their way the blocks that an earlier run left here.
-
-        Opening it shows, before any GPU time, whether we may write there.
-        """
-        leftovers = sorted(self._closed_here())
-        if to_write or leftovers:
-            self._looked(self._open_work_ref, "opening the ref that blocks are collected on")
-        for number in leftovers:
-            self._uploads.send(number)
-
-    def _open_work_ref(self) -> None:
+    def _open_to_write(self) -> None:
         repo_id, revision = self.place.repo_id, self.place.revision
         starts_empty = self._begins_anew or (self._work.find() is None and not has_branch(repo_id, revision))
-        self._at = self._uploads.revision = self._work.open(anew=self._begins_anew)
+        self._at = self._committer.revision = self._work.open(anew=self._begins_anew)
         if starts_empty:
             self._remove_inherited()
 
@@ -6390,15 +6796,6 @@ class HubBlocks:
                 revision=self._at,
                 commit_message=f"Start split {self.place.target} anew",
             )
-
-    def write(self, number: int, table: pa.Table) -> None:
-        """Write a block here and send it on its way; waits where too many are under way."""
-        self._uploads.wait_for_room()
-        self._local.write(number, table)
-        if self._counted_column in table.schema.names:
-            self._counted[number] = Counter(table[self._counted_column].to_pylist())
-        self._uploads.send(number)
-        self._uploads.raise_failure()
 
     def publish(self, whole: Whole) -> str | None:
         """Make the split visible to readers, in one commit, and look at it as they do; return its address.
@@ -6462,9 +6859,12 @@ class CommonOptions:
     """What every script takes that turns a dataset of pages into a dataset with text."""
 
     input: str = argument(
-        "Hub dataset id, folder of images, parquet file or folder, or a folder that save_to_disk wrote"
+        "Hub dataset id, hf://datasets/… or hf://buckets/… (a folder, file or pattern there), folder of images, "
+        "parquet file or folder, or a folder that save_to_disk wrote"
     )
-    output: str = argument("local folder, or Hub dataset id (namespace/name) to publish to")
+    output: str = argument(
+        "local folder, Hub dataset id (namespace/name) to publish to, hf://datasets/…@branch, or hf://buckets/…"
+    )
 
     config: str | None = option(None, "input", "dataset configuration (default: the only one)", metavar="NAME")
     split: str | None = option(None, "input", "split to read (default: the only one, or train)", metavar="NAME")
@@ -7017,6 +7417,15 @@ def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
             shard=way.shard,
             commit_every_s=way.commit_every_s,
         )
+    if output.bucket:
+        return BucketBlocks(
+            output.bucket,
+            plan.target,
+            output.folder,
+            private=is_private(run, source),
+            counted_column=f"{run.options.output_column}_status",
+            shard=way.shard,
+        )
     return BlockFolder(output.folder, plan.target, way.shard)
 
 
@@ -7026,7 +7435,7 @@ def input_name(run: Run, source: Source) -> str:
 
 
 def is_private(run: Run, source: Source) -> bool:
-    """Whether a new Hub dataset is to be private: as the input, unless the user says otherwise."""
+    """Whether a new dataset or bucket is to be private: as the input, unless the user says otherwise."""
     return run.options.private or (source.is_private and not run.options.public)
 
 
@@ -7320,8 +7729,9 @@ MOST_FILES_IN_A_FOLDER = 10_000
 
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
-    if run.output.repo_id and not _only_looks(run):
-        check_token(run.output.repo_id, create_pr=run.output.create_pr)
+    if run.output.on_hub and not _only_looks(run):
+        is_bucket = run.output.bucket is not None
+        check_token(run.output.on_hub, create_pr=run.output.create_pr, proposable=not is_bucket)
     source = _open_input(run)
     check_columns(
         source.rows.schema,
@@ -7335,7 +7745,7 @@ def preflight(run: Run) -> None:
         check_output_is_ours(run)
     if run.options.jobs is None:  # which are written elsewhere
         check_disk(run)
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+    if run.output.on_hub and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
@@ -7365,8 +7775,11 @@ def _open_input(run: Run) -> Source:
     )
 
 
-def check_token(repo_id: str, *, create_pr: bool = False) -> None:
-    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it."""
+def check_token(repo_id: str, *, create_pr: bool = False, proposable: bool = True) -> None:
+    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it.
+
+    To a bucket no changes can be proposed.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -7389,7 +7802,7 @@ def check_token(repo_id: str, *, create_pr: bool = False) -> None:
         ) from error
     rights = rights_of(user, repo_id)
     if not (rights.proposes if create_pr else rights.writes):
-        otherwise = ", or open a pull request with --create-pr" if rights.proposes else ""
+        otherwise = ", or open a pull request with --create-pr" if rights.proposes and proposable else ""
         raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}{otherwise}")
 
 
@@ -7502,7 +7915,7 @@ def take_stock(run: Run) -> None:
     then its own pages are counted.
     """
     at = run.at
-    on_hub = run.output.repo_id is not None
+    on_hub = run.output.on_hub is not None
     if on_hub or run.way.shard.count > 1 or run.way.finishes:
         run.missing_blocks = run.missing()
         if at.blocks.unpublished() or run.missing_blocks:
@@ -7561,7 +7974,7 @@ def publish_whole(run: Run) -> None:
         plan,
         run.statuses.total(),
         schema_of(run),
-        card=lambda earlier: card_text(earlier, contents),
+        card=lambda earlier, written: card_text(earlier, contents, written),
         text_columns=new_columns(run.options.output_column),
         insists=run.way.finishes,
     )
@@ -8153,10 +8566,10 @@ def check_possible_there(run: Run) -> None:
             f"--jobs: the input {name!r} is here, where no job can read it; upload it first, "
             f"`hf upload NAMESPACE/NAME {shlex.quote(name)} --repo-type dataset`, and give that name as the input"
         )
-    if run.output.repo_id is None:
+    if run.output.on_hub is None:
         raise UsageError(
             f"--jobs: the output {str(run.output)!r} is a folder, and a job's disk goes with the job; "
-            "name a Hub dataset, NAMESPACE/NAME"
+            "name a Hub dataset, NAMESPACE/NAME, or hf://buckets/NAMESPACE/NAME"
         )
     if not Path(sys.argv[0]).is_file():
         raise UsageError(f"--jobs: the script must be a file to be submitted, and {sys.argv[0]!r} is none")

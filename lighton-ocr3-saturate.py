@@ -78,6 +78,17 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   unreadable: Why an input can't be read, in words that list what there is and end with the next step.
 #   source: Rows of a dataset by address, undecoded.
 #   flow: The flow of a run: rows → pages → an engine → blocks, with everything bounded.
+#   card: The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
+#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+#   uploads: Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+#   remote_blocks: Blocks of an output that lies on the Hub, by the verbs of a folder: some there, some here on their
+#       way.
+#   work_ref: Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull
+#       request.
+#   publish: The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
+#   verify: What was published, looked at as a reader does: the files, their features, and a row of them.
+#   bucket_blocks: Blocks of a bucket: collected in a folder that readers pass over, and moved from there when all are
+#       there.
 #   flavors: Hosted runners: the flavours of Hugging Face Jobs, what an hour of each costs, and how fast they were
 #       measured.
 #   hardware: What can be hired now, and for how much: the Hub's list of hardware, or the stored one where it can't be
@@ -88,15 +99,8 @@ Caveat: a page counts as done when its block is closed. A killed run pays again 
 #   machine: What machine this is, and which flags `vllm serve` gets because of it; the user's own flags win.
 #   hosted: The machine that a run is paid for: inside a Hugging Face Job its flavour, its price, and when the job is
 #       stopped.
-#   card: The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
-#   work_ref: Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull
-#       request.
-#   publish: The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
-#   interrupt: Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
-#   uploads: Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
-#   verify: What was published, looked at as a reader does: the files, their features, and a row of them.
-#   hub_blocks: Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published
-#       from there.
+#   commits: Blocks of a Hub dataset as they are uploaded and committed to the work ref.
+#   hub_blocks: Blocks of a Hub dataset: found on the work ref by any machine, and published from there.
 #   options: The command line: each option is spelled once, as a field of a frozen dataclass; the parser is made from
 #       those.
 #   quality: What the options ask of pages and texts, for the rooms that see to it.
@@ -170,6 +174,7 @@ import urllib.parse
 import urllib.request
 import warnings
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import (
     AsyncIterator,
@@ -2161,14 +2166,15 @@ WHOLE = Shard()
 class Whole:
     """A split of which all blocks are there, as its readers have to find it.
 
-    `rows` are those that were counted; `card` makes the card out of the earlier one, `insists` says that it has to be
-    written anew; `text_columns` are the small ones, of which a row is compared.
+    `rows` are those that were counted; `card` makes the card out of the earlier one, and of when the last block was
+    written where that has to stand there; `insists` says that it has to be written anew; `text_columns` are the small
+    ones, of which a row is compared.
     """
 
     plan: BlockPlan
     rows: int
     schema: pa.Schema
-    card: Callable[[str], str]
+    card: Callable[[str, str], str]
     text_columns: Sequence[str]
     insists: bool = False
 
@@ -4446,6 +4452,7 @@ def _suffix(name: str) -> str:
 ValueT = TypeVar("ValueT")
 PASSING = frozenset({408, 409, 412, 425, 429})  # refusals below 500 that may pass
 FIRST_NETWORK_PAUSE_S = 1.0
+XET_REFUSAL = re.compile(r"HTTP status client error \((\d{3})\b")  # hf_xet 1.8 has no other word for it
 
 
 class Patience:
@@ -4489,6 +4496,9 @@ class Patience:
 def is_permanent(error: Exception) -> bool:
     """Whether trying again can't help: the Hub said no, or a file is not there."""
     status = getattr(getattr(error, "response", None), "status_code", None)
+    refused = XET_REFUSAL.search(str(error)) if status is None else None
+    if refused:
+        status = int(refused[1])
     if status is None:
         return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
     return bool(status < 500 and status not in PASSING)
@@ -5075,14 +5085,14 @@ def local_fingerprint(path: Path) -> str:
 
 
 def _hub_roots(hub: HubInput) -> tuple[Path, ...]:
-    """Where `datasets` puts the files of a folder of images on the Hub; of a bucket only what was packed comes here."""
+    """Where `datasets` puts the files of a Hub dataset that is a folder of images; those of a bucket are streamed."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    unpacked = Path(datasets.config.EXTRACTED_DATASETS_PATH)
-    if hub.at.is_bucket:
-        return (unpacked,)
-    return (Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}", unpacked)
+    return (
+        Path(HF_HUB_CACHE) / f"datasets--{hub.at.repo_id.replace('/', '--')}",
+        Path(datasets.config.EXTRACTED_DATASETS_PATH),
+    )
 
 
 @dataclass(frozen=True)
@@ -5129,7 +5139,10 @@ def _open_rows(wanted: _Wanted, patience: Patience) -> tuple[Rows, str, bool]:
             return streamed, chosen, False
     if hub is None:
         _refuse_line_breaks(path)
-    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader)
+    anew = {}
+    if hub and hub.at.is_bucket:  # of which `datasets` 5.2 keeps files by name alone: they would never change
+        anew = {"download_mode": "force_redownload", "verification_mode": "no_checks"}
+    loaded = datasets.load_dataset(name=wanted.config, split=chosen, **wanted.loader, **anew)
     return MappedRows(loaded), chosen, builder.name == "imagefolder"
 
 
@@ -5143,6 +5156,8 @@ def _open_stream(builder: Any, hub: HubInput, split: str, wanted: _Wanted, patie
         streamed = open_streamed(builder, f"{hub.at.root}/", split, patience)
         if streamed:
             return streamed
+    if of_bucket:
+        raise UsageError(f"{wanted.name}: pictures in a bucket are read one by one; unpack them there")
     reason = (
         "--shuffle reads it in another order"
         if wanted.shuffled
@@ -5366,6 +5381,1286 @@ def write_without_pages(job: Job) -> None:
     """Write the one block of a split without rows: that needs no engine."""
     rows = job.source.read(range(0))
     write_block(job, OpenBlock(0, (), rows, results=[], kept_info=[], missing=0))
+
+
+# ---- card ------------------------------------------------------------------------------------------------------------
+# The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
+
+
+CARD_BEGIN = "<!-- lighton-ocr {target}, {rows} rows: written by the script from here -->"
+CARD_END = "<!-- lighton-ocr {target}: to here; text outside is kept -->"
+OUR_SECTION = re.compile(
+    r"<!-- lighton-ocr (?P<target>\S+), (?P<rows>\d+) rows: written by the script from here -->.*?"
+    r"<!-- lighton-ocr (?P=target): to here; text outside is kept -->",
+    re.DOTALL,
+)
+SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+
+
+@dataclass(frozen=True)
+class CardContents:
+    """What a card says of one split: where it comes from, how far it is, how it was made."""
+
+    input_name: str
+    plan: BlockPlan
+    statuses: Mapping[str, int]
+    facts: Mapping[str, Any]
+    command: str
+    tags: Sequence[str] = field(default=())
+
+
+def card_text(earlier: str, contents: CardContents, written: str = "") -> str:
+    """Return the card: `earlier`, with what the split needs in its YAML and with its section.
+
+    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
+    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
+    """
+    from huggingface_hub import DatasetCardData
+
+    target = contents.plan.target
+    data, text = _taken_apart(earlier)
+    described_by_people = "size_categories" in data and not OUR_SECTION.search(text)
+    configs = _with_split(data.get("configs") or [], target)
+    if written:
+        ours = next(config for config in configs if config["config_name"] == target.config)
+        ours["description"] = f"{sum(contents.statuses.values())} rows of {target.split}, the last written {written}"
+    data["configs"] = configs
+    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script", *contents.tags})
+    _forget_features(data, target)
+    body = _with_section(text, target, _section(contents))
+    if not described_by_people:
+        data["size_categories"] = [size_category(sum(int(found["rows"]) for found in OUR_SECTION.finditer(body)))]
+    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
+
+
+def has_section(card: str, target: Target) -> bool:
+    """Whether a card speaks of this split already."""
+    return any(found["target"] == _in_markers(target) for found in OUR_SECTION.finditer(card))
+
+
+def size_category(rows: int) -> str:
+    """Return the size of a dataset, as cards have it."""
+    if rows < 1000:
+        return "n<1K"
+    power = min(len(str(rows)) - 4, len(SIZES) - 2)
+    return f"{SIZES[power]}<n<{SIZES[power + 1]}"
+
+
+def _taken_apart(card: str) -> tuple[dict[str, Any], str]:
+    """Return (YAML, text) of a card."""
+    from huggingface_hub import DatasetCard
+
+    if not card.startswith("---"):
+        return {}, card
+    parsed = DatasetCard(card, ignore_metadata_errors=True)
+    return dict(parsed.data.to_dict()), str(parsed.text)  # type: ignore[no-untyped-call]
+
+
+def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+    """Return the card's configurations with the split in its own; `default` stands first."""
+    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
+    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
+    others = [file for file in files if file.get("split") != target.split]
+    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
+    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
+
+
+def _forget_features(data: dict[str, Any], target: Target) -> None:
+    """Drop what is said of our configuration's features: they stand in the files, an older run's would be wrong."""
+    said = data.pop("dataset_info", None) or []
+    infos = [said] if isinstance(said, dict) else said
+    kept = [info for info in infos if info.get("config_name", DEFAULT_CONFIG) != target.config]
+    if kept:
+        data["dataset_info"] = kept
+
+
+def _with_section(text: str, target: Target, section: str) -> str:
+    """Put our section where it was, or at the end."""
+    for found in OUR_SECTION.finditer(text):
+        if found["target"] == _in_markers(target):
+            return f"{text[: found.start()]}{section}{text[found.end() :]}"
+    return f"{text.strip()}\n\n{section}".strip()
+
+
+def _in_markers(target: Target) -> str:
+    return f"{target.config}/{target.split}"
+
+
+def _section(contents: CardContents) -> str:
+    plan = contents.plan
+    done = sum(contents.statuses.values())
+    counts = ", ".join(f"{contents.statuses.get(status, 0)} {status}" for status in STATUSES)
+    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in contents.facts.items() if value not in (None, ""))
+    begin, end = CARD_BEGIN, CARD_END
+    return (
+        f"{begin.format(target=_in_markers(plan.target), rows=done)}\n"
+        f"# Text of {contents.input_name}\n{'' if done == plan.num_rows else unfinished}\n"
+        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page. "
+        f"Source dataset: `{contents.input_name}`.\n\n"
+        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
+        f"{end.format(target=_in_markers(plan.target))}"
+    )
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def write_card(folder: Path, contents: CardContents) -> None:
+    """Write the card beside the blocks of a folder; an existing card's own text is kept."""
+    path = folder / "README.md"
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    blocks = BlockFolder(folder, contents.plan.target)
+    newest = max(blocks.path(number).stat().st_mtime for number in blocks.closed())
+    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
+    half.write_text(card_text(earlier, contents, written), encoding="utf-8")
+    half.replace(path)
+
+
+# ---- interrupt -------------------------------------------------------------------------------------------------------
+# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
+
+
+ResultT = TypeVar("ResultT")
+ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.exit_code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.number).name}"
+
+
+class Interrupts:
+    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
+
+    `last_will` runs before such an end: it must be quick and must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self.last_will: Callable[[], None] | None = None
+        self._cancel: Callable[[], object] | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the signals within."""
+        # a hangup that `nohup` has us ignore stays ignored
+        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in ours}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
+
+        async def cancellable() -> ResultT:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            try:
+                return await work
+            finally:
+                self._cancel = None
+
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if self.number is None:
+                raise
+            raise Interrupted(self.number) from None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.number == number and time.monotonic() - self._since < ECHO_S:
+            return
+        if self.number is not None:
+            if self.last_will:
+                self.last_will()
+            os._exit(128 + number)
+        self.number, self._since = number, time.monotonic()
+        if self._cancel is None:
+            raise Interrupted(number)
+        self._cancel()
+
+
+# ---- uploads ---------------------------------------------------------------------------------------------------------
+# Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
+#
+# A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
+# next commit: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed leaves the local
+# folder, so that the disk holds what is under way and no more. What could not be committed stays there, and the next
+# run on the machine commits it. How a block is uploaded and committed is the carrier's.
+
+
+MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
+MOST_IN_A_COMMIT = 200
+MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
+MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
+PUBLISH_RETRY_S = 1800.0
+HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
+
+
+class Carrier(Protocol):
+    """Brings blocks to where they belong. Its methods raise what the client raises."""
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks."""
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """Let other runs find the blocks that were uploaded."""
+
+
+class Uploads:
+    """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
+
+    def __init__(
+        self,
+        place: str,
+        local: BlockFolder,
+        carrier: Carrier,
+        *,
+        commit_every_s: float,
+        on_commit: Callable[[Mapping[int, int]], None],
+    ) -> None:
+        self._place = place
+        self._local = local
+        self._carrier = carrier
+        self._commit_every_s = commit_every_s
+        self._on_commit = on_commit
+        self._patience = Patience(PUBLISH_RETRY_S)
+        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._uploaded: list[int] = []
+        self._last_commit = time.monotonic()
+        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
+        self._room = threading.Condition()
+        self._most_bytes = MOST_STAGED_BYTES
+        self._failure: PublishError | None = None
+        self._thread: threading.Thread | None = None
+
+    def measure_disk(self) -> None:
+        """Find out how many bytes may wait here."""
+        self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
+
+    def wait_for_room(self) -> None:
+        """Wait where too many blocks are under way."""
+        with self._room:
+            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
+                self.raise_failure()
+                self._room.wait(1.0)
+
+    def send(self, number: int) -> None:
+        """Send a block on its way."""
+        with self._room:
+            self._staged[number] = self._local.path(number).stat().st_size
+        self._waiting.put(number)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+
+    def end(self, first_error: BaseException | None) -> None:
+        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
+        if self._thread is None:
+            return
+        if isinstance(first_error, Interrupted):
+            self._patience.hurry(HURRY_S)
+        self._waiting.put(None)
+        try:
+            self._thread.join()
+        except Interrupted:
+            self._patience.hurry(HURRY_S)
+            self._thread.join()
+            raise
+        finally:
+            self._thread = None
+        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
+            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the thread, if anything did."""
+        if self._failure:
+            raise self._failure
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            goes_on = True
+            while goes_on:
+                numbers, goes_on = self._next_closed()
+                if numbers:
+                    self._send(numbers)
+                if self._uploaded and self._is_due():
+                    self._commit()
+            self._commit()
+        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
+            self._failure = PublishError(
+                f"publishing to {self._place} failed: {type(error).__name__}: {error}. What is not there yet is kept "
+                f"in {self._local.root}; the same command publishes it without asking about a page again"
+            )
+        finally:
+            with self._room:
+                self._room.notify_all()
+
+    def _next_closed(self) -> tuple[list[int], bool]:
+        """Wait for closed blocks, or until a commit is due; return them, and whether more may come."""
+        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
+        most = max(1, min(MOST_AT_ONCE, MOST_IN_A_COMMIT - len(self._uploaded)))
+        numbers: list[int] = []
+        with contextlib.suppress(queue.Empty):
+            number = self._waiting.get(timeout=wait_s if self._uploaded else None)
+            while number is not None:
+                numbers.append(number)
+                if len(numbers) == most:
+                    return numbers, True
+                number = self._waiting.get_nowait()
+            return numbers, False
+        return numbers, True
+
+    def _is_due(self) -> bool:
+        since_s = time.monotonic() - self._last_commit
+        return (
+            since_s >= self._commit_every_s
+            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
+            or len(self._uploaded) >= MOST_IN_A_COMMIT
+            or 2 * sum(self._staged[number] for number in self._uploaded) >= self._most_bytes
+        )
+
+    def _send(self, numbers: list[int]) -> None:
+        files = {number: self._local.path(number) for number in numbers}
+        self._patience.call(lambda: self._carrier.upload(files), f"uploading to {self._place}")
+        self._uploaded += numbers
+
+    def _commit(self) -> None:
+        if not self._uploaded:
+            return
+        self._patience.call(lambda: self._carrier.commit(self._uploaded), f"committing to {self._place}")
+        committed, self._uploaded = self._uploaded, []
+        self._last_commit = time.monotonic()
+        self._on_commit({number: self._staged[number] for number in committed})
+        for number in committed:
+            self._local.path(number).unlink(missing_ok=True)
+        with self._room:
+            for number in committed:
+                del self._staged[number]
+            self._room.notify_all()
+
+
+# ---- remote_blocks ---------------------------------------------------------------------------------------------------
+# Blocks of an output that lies on the Hub, by the verbs of a folder: some there, some here on their way.
+#
+# Where they are there, how one is opened and how a split is published differs between datasets and buckets, and stands
+# in rooms of their own.
+
+
+LOOK_RETRY_S = 120.0
+REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
+
+LookedT = TypeVar("LookedT")
+
+
+class RemoteBlocks(ABC):
+    """The blocks of one split of an output on the Hub. `counted_column` is one whose values are counted as blocks are
+    written: of these the Hub need not be asked. `name` is how people call the output."""
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        staging: Path,
+        carrier: Carrier,
+        *,
+        counted_column: str = "",
+        shard: Shard = WHOLE,
+        commit_every_s: float,
+    ) -> None:
+        self.target = target
+        self._name = name
+        self._shard = shard
+        self._counted_column = counted_column
+        self._counted: dict[int, Counter[str]] = {}
+        self._local = BlockFolder(staging, target, shard)
+        self._uploads = Uploads(name, self._local, carrier, commit_every_s=commit_every_s, on_commit=self._note_commit)
+        self._begins_anew = False
+        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
+
+    @abstractmethod
+    def _listed(self) -> dict[int, int]:
+        """Return the blocks that are on the Hub, with their sizes."""
+
+    @abstractmethod
+    def _opened(self, number: int) -> Any:
+        """Open a block that is on the Hub."""
+
+    @abstractmethod
+    def _open_to_write(self) -> None:
+        """Make ready what blocks are collected in; fail where we may not write there."""
+
+    @abstractmethod
+    def publish(self, whole: Whole) -> str | None:
+        """Make a whole split visible to its readers; return where it is."""
+
+    @abstractmethod
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+
+    # What is there
+
+    def closed(self) -> set[int]:
+        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
+        here = self._closed_here()  # before the others: a block goes from here to there
+        return here | self._on_hub().keys()
+
+    def _closed_here(self) -> set[int]:
+        """Only this shard's: other shards of this machine share the folder, and publish their own."""
+        return {number for number in self._local.closed() if self._shard.holds(number)}
+
+    def _on_hub(self) -> dict[int, int]:
+        if self._there is None:
+            self._there = self._looked(self._listed, "listing its blocks")
+        return self._there
+
+    def _note_commit(self, committed: Mapping[int, int]) -> None:
+        self._there = {**self._on_hub(), **committed}
+
+    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        try:
+            return Patience(LOOK_RETRY_S).call(look, f"{self._name}: {what}")
+        except network_errors() as error:
+            raise PublishError(f"{self._name}: {what} failed: {error}; run again to go on") from error
+
+    def where(self, number: int) -> str:
+        """Say where block `number` is, or will be."""
+        return f"{self._name}: {self.target.block_name(number)}"
+
+    def read(self, number: int, columns: list[str]) -> pa.Table:
+        """Read some columns of a block; from the Hub only their bytes are fetched."""
+        import pyarrow.parquet as pq
+
+        return self._with(number, lambda file: pq.read_table(file, columns=columns))
+
+    def count(self, number: int, column: str) -> Counter[str]:
+        """Count the values in a column of a block."""
+        if column == self._counted_column and number in self._counted:
+            return self._counted[number]
+        return self._with(number, lambda file: count_values(file, column))
+
+    def stored_settings(self) -> list[bytes | None]:
+        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
+        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
+        return [self._with(number, settings_in) for number in sorted(firsts)]
+
+    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
+        """Look into a block's file, here or on the Hub."""
+        if number in self._closed_here():
+            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
+                return look(self._local.path(number))
+
+        def look_there() -> LookedT:
+            with self._opened(number) as file:
+                return look(file)
+
+        return self._looked(look_there, f"reading {self.target.block_name(number)}")
+
+    # What is written
+
+    def unpublished(self) -> bool:
+        """Whether closed blocks wait here for their commit."""
+        return bool(self._closed_here())
+
+    def remove_all(self) -> None:
+        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers when
+        all new ones are there."""
+        for number in self._closed_here():
+            self._local.path(number).unlink()
+        self._begins_anew = True
+        self._there = {}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
+
+        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
+        """
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+        with self._local.locked():
+            disable_progress_bars()  # those of uploads would break the lines that people read
+            self._uploads.measure_disk()
+            first_error = None
+            try:
+                yield
+            except BaseException as error:
+                first_error = error
+                raise
+            finally:
+                self._uploads.end(first_error)
+            self._there = None  # other shards have added theirs
+
+    def get_ready(self, *, to_write: bool) -> None:
+        """Open what blocks are collected in, where that is needed, and send on their way those that an earlier run
+        left here. Opening it shows, before any GPU time, whether we may write there."""
+        leftovers = sorted(self._closed_here())
+        if to_write or leftovers:
+            self._looked(self._open_to_write, "opening what blocks are collected in")
+        for number in leftovers:
+            self._uploads.send(number)
+
+    def write(self, number: int, table: pa.Table) -> None:
+        """Write a block here and send it on its way; waits where too many are under way."""
+        self._uploads.wait_for_room()
+        self._local.write(number, table)
+        if self._counted_column in table.schema.names:
+            self._counted[number] = Counter(table[self._counted_column].to_pylist())
+        self._uploads.send(number)
+        self._uploads.raise_failure()
+
+
+# ---- work_ref --------------------------------------------------------------------------------------------------------
+# Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull request.
+#
+# Readers of the target branch see nothing of it. It is found again by its name, or by author and title: on any machine,
+# by any script, for any shard.
+
+
+MAIN = "main"
+OPEN_STATES = frozenset({"draft", "open"})
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where on the Hub a split goes: to which branch of which dataset, and whether by a pull request."""
+
+    repo_id: str
+    target: Target
+    revision: str = MAIN
+    private: bool = True
+    create_pr: bool = False
+
+    def __str__(self) -> str:
+        return self.repo_id if self.revision == MAIN else f"{self.repo_id}@{self.revision}"
+
+
+class WorkRef(Protocol):
+    """A ref that blocks are collected on. Its methods raise what the client raises."""
+
+    def find(self) -> str | None:
+        """Return the revision of it; None where it is not there."""
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return the revision of it, created where it is not there; `anew`: begun from the target branch again."""
+
+    def publish_to(self) -> str:
+        """Return the revision that the finished split is committed to, created where it is not there."""
+
+    def close(self) -> None:
+        """Put it away: the split is published."""
+
+    def address(self) -> str:
+        """Return where people look at what was published."""
+
+
+def work_ref(place: Destination) -> WorkRef:
+    """Return the ref on which the blocks of a destination are collected."""
+    return PullRequest(place) if place.create_pr else WorkBranch(place)
+
+
+def branch_name(place: Destination) -> str:
+    """Name the work branch of a destination; no two have the same."""
+    split = str(place.target).replace("/", "-")
+    at = "" if place.revision == MAIN else f"--at--{place.revision.replace('/', '--')}"
+    return f"unfinished-{split}{at}"
+
+
+class WorkBranch:
+    """A branch beside the target branch, removed when the split is published."""
+
+    def __init__(self, place: Destination) -> None:
+        self.place = place
+        self.name = branch_name(place)
+
+    def find(self) -> str | None:
+        """Return its name; None where it is not there."""
+        return self.name if self._has_branch(self.name) else None
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return its name, created where it is not there."""
+        api = _api()
+        api.create_repo(self.place.repo_id, repo_type="dataset", private=self.place.private, exist_ok=True)
+        if anew:
+            self.close()
+        start = self.place.revision if self._has_branch(self.place.revision) else MAIN
+        api.create_branch(self.place.repo_id, branch=self.name, revision=start, repo_type="dataset", exist_ok=True)
+        return self.name
+
+    def publish_to(self) -> str:
+        """Return the target branch."""
+        if self.place.revision != MAIN and not self._has_branch(self.place.revision):
+            _api().create_branch(self.place.repo_id, branch=self.place.revision, repo_type="dataset", exist_ok=True)
+        return self.place.revision
+
+    def close(self) -> None:
+        """Remove it; another run may have done so."""
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        if self._has_branch(self.name):
+            try:
+                _api().delete_branch(self.place.repo_id, branch=self.name, repo_type="dataset")
+            except RevisionNotFoundError:
+                return
+
+    def address(self) -> str:
+        """Return the dataset's page."""
+        api = _api()
+        tree = "" if self.place.revision == MAIN else f"/tree/{self.place.revision}"
+        return f"{api.endpoint}/datasets/{self.place.repo_id}{tree}"
+
+    def _has_branch(self, name: str) -> bool:
+        return has_branch(self.place.repo_id, name)
+
+
+class PullRequest:
+    """A pull request of ours, a draft until the split is whole: for those who may not write to the dataset itself."""
+
+    def __init__(self, place: Destination) -> None:
+        self.place = place
+        self.title = f"Text of split {place.target}, read by LightOnOCR"
+        self._author = ""
+
+    def find(self) -> str | None:
+        """Return its ref; None where there is none that is open."""
+        ours = self._ours()
+        return str(ours[0].git_reference) if ours else None
+
+    def open(self, *, anew: bool = False) -> str:
+        """Return its ref, opened as a draft where there is none."""
+        found = self.find()
+        if found:
+            return found
+        made = _api().create_pull_request(
+            self.place.repo_id,
+            self.title,
+            description="Blocks come in while pages are read; it is marked as ready when all are there.",
+            repo_type="dataset",
+        )
+        say(f"opened a draft of a pull request: {made.url}")
+        first = self._ours()[0]  # two shards may have opened one each
+        if made.num != first.num:
+            _api().change_discussion_status(
+                self.place.repo_id, made.num, "closed", comment=f"#{first.num} is there already", repo_type="dataset"
+            )
+        return str(first.git_reference)
+
+    def publish_to(self) -> str:
+        """Return its own ref: nothing is copied."""
+        return self.open()
+
+    def close(self) -> None:
+        """Mark it as ready to be merged."""
+        for one in self._ours()[:1]:
+            if one.status == "draft":
+                _api().change_discussion_status(self.place.repo_id, one.num, "open", repo_type="dataset")
+
+    def address(self) -> str:
+        """Return the page of the pull request; of the dataset where it was merged."""
+        ours = self._ours()
+        return str(ours[0].url) if ours else f"{_api().endpoint}/datasets/{self.place.repo_id}"
+
+    def _ours(self) -> list[Any]:
+        """Return our pull requests that are not closed, the oldest first."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        api = _api()
+        self._author = self._author or str(api.whoami()["name"])  # asked once: the Hub counts these
+        try:
+            found = api.get_repo_discussions(
+                self.place.repo_id,
+                author=self._author,
+                discussion_type="pull_request",
+                repo_type="dataset",
+            )
+            ours = [one for one in found if one.title == self.title and one.status in OPEN_STATES]
+        except RepositoryNotFoundError as error:
+            raise UsageError(
+                f"--create-pr: there is no dataset {self.place.repo_id!r} to open a pull request on, or the token may "
+                "not see it; create it first, or leave --create-pr out"
+            ) from error
+        return sorted(ours, key=lambda one: int(one.num))
+
+
+def has_branch(repo_id: str, name: str) -> bool:
+    """Whether a Hub dataset has this branch; False where there is no such dataset."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        refs = _api().list_repo_refs(repo_id, repo_type="dataset")
+    except RepositoryNotFoundError:
+        return False
+    return any(branch.name == name for branch in refs.branches)
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi()
+
+
+# ---- publish ---------------------------------------------------------------------------------------------------------
+# The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
+
+
+PUBLISH_FOR_S = 1800.0
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+BRANCH = re.compile(r"(?!refs/|.*(//|\.\.|@\{|\.lock$|/$))[A-Za-z0-9_][\w./@+-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any.
+
+    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead. `bucket` is the place in
+    a bucket, if they go there.
+    """
+
+    folder: Path
+    repo_id: str | None = None
+    revision: str = MAIN
+    create_pr: bool = False
+    bucket: HubPath | None = None
+
+    def __str__(self) -> str:
+        return self.repo_id or str(self.bucket or self.folder)
+
+    @property
+    def on_hub(self) -> str | None:
+        """The dataset or bucket that it goes to; None for a local folder."""
+        return self.bucket.repo_id if self.bucket else self.repo_id
+
+
+def choose_output(name: str, work_dir: str | None, revision: str | None = None, create_pr: bool = False) -> Output:
+    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
+    path = Path(name).expanduser()
+    if name.startswith(HUB_SCHEME):
+        return _hub_output(name, work_dir, revision, create_pr)
+    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
+        _check_revision(revision, create_pr)
+        at = "--pr" if create_pr else f"--at--{revision.replace('/', '--')}" if revision not in (None, MAIN) else ""
+        return Output(_staging(work_dir, f"{name}{at}"), name, revision or MAIN, create_pr)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
+    for flag, given in {"--work-dir": work_dir, "--output-revision": revision, "--create-pr": create_pr}.items():
+        if given:
+            raise UsageError(f"{flag} is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
+    return Output(path)
+
+
+def _staging(work_dir: str | None, name: str) -> Path:
+    """Where blocks wait for their upload."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
+    return Path(work_dir) if work_dir else cache / name.replace("/", "--")
+
+
+def _hub_output(name: str, work_dir: str | None, revision: str | None, create_pr: bool) -> Output:
+    """Read an `hf://` address of an output: a dataset, at a branch or not, or a folder of a bucket."""
+    at = parse_hub_path(name, what="output")
+    assert at is not None
+    if not at.is_bucket:
+        if at.path:
+            raise UsageError(f"output {name!r}: blocks of a dataset lie where its card says; leave /{at.path} out")
+        if revision is not None and at.revision not in (None, revision):
+            raise UsageError(
+                f"output {name!r} is at {at.revision!r}, but --output-revision is {revision!r}; give one of them"
+            )
+        return choose_output(at.repo_id, work_dir, at.revision or revision, create_pr)
+    for flag, given in {"--output-revision": revision, "--create-pr": create_pr}.items():
+        if given:
+            raise UsageError(
+                f"{flag}: a bucket has neither branches nor pull requests; leave it out, or name a dataset"
+            )
+    if is_pattern(at.path):
+        raise UsageError(f"output {name!r} is a pattern; name a folder of the bucket")
+    return Output(_staging(work_dir, str(at).removeprefix(HUB_SCHEME)), bucket=at)
+
+
+def _check_revision(revision: str | None, create_pr: bool) -> None:
+    if revision is None:
+        return
+    if create_pr:
+        raise UsageError("--create-pr goes to main; leave --output-revision out")
+    if COMMIT.fullmatch(revision) or not BRANCH.fullmatch(revision):
+        raise UsageError(
+            f"--output-revision {revision!r} is no name of a branch; name one (it is created from main if missing), or "
+            "open a pull request with --create-pr"
+        )
+
+
+def check_output_is_apart(output: Output, input_name: str) -> None:
+    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
+    if output.repo_id and output.repo_id == input_name:
+        raise UsageError(f"input and output are both {input_name!r}; name another output")
+    source = Path(input_name).expanduser()
+    if not source.exists():
+        read, written = parse_hub_path(input_name), output.bucket
+        if output.repo_id:
+            written = HubPath("datasets", output.repo_id)
+        if read and written and read.overlaps(written):
+            raise UsageError(f"input {input_name!r} and output '{output}' overlap; name another output")
+        return
+    here, there = output.folder.resolve(), source.resolve()
+    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
+        raise UsageError(
+            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
+        )
+
+
+@dataclass(frozen=True)
+class RemoteBlock:
+    """A block's file on the Hub: how many bytes, and the name of its content."""
+
+    size: int
+    oid: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """What readers see: at which commit, and the content of each block there."""
+
+    commit: str
+    oids: Mapping[int, str]
+
+
+def blocks_at(place: Destination, revision: str) -> dict[int, RemoteBlock]:
+    """Return the blocks of a split at a revision; none where there is no such dataset, revision or folder."""
+    from huggingface_hub import HfApi, RepoFile
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    found: dict[int, RemoteBlock] = {}
+    try:
+        tree = HfApi().list_repo_tree(place.repo_id, place.target.folder, revision=revision, repo_type="dataset")
+        for entry in tree:
+            number = place.target.block_number(entry.path)
+            if number is not None and isinstance(entry, RepoFile):
+                found[number] = RemoteBlock(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
+        return {}
+    return found
+
+
+def card_at(repo_id: str, revision: str) -> str:
+    """Return the card of a Hub dataset at a revision; nothing where there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=revision)
+    except EntryNotFoundError:
+        return ""
+    return Path(path).read_text(encoding="utf-8")
+
+
+def publish(place: Destination, work: WorkRef, whole: Whole, kept: str) -> Published:
+    """Make the collected blocks, and the card, visible in one commit; return what readers then see.
+
+    It is made upon the head that was looked at: where another run publishes in the same moment, another split or
+    configuration, the Hub refuses it, and it is made anew upon that run's. Done already, it does nothing.
+    """
+    if whole.rows != whole.plan.num_rows:
+        raise PublishError(
+            f"the blocks of {place} hold {whole.rows} rows, and {whole.plan.num_rows} are wanted; nothing is "
+            "published. Start anew with --overwrite"
+        )
+    try:
+        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_differs(place, work, whole), f"publishing to {place}")
+    except network_errors() as error:
+        raise PublishError(f"publishing to {place} failed: {error}. {kept}") from error
+
+
+def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Published:
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    collected, branch = work.find(), work.publish_to()
+    head = str(api.dataset_info(place.repo_id, revision=branch).sha)
+    there = blocks_at(place, head)
+    # pinned, for a shard that asks again about failed rows may go on collecting
+    source = str(api.dataset_info(place.repo_id, revision=collected).sha) if collected else head
+    ours = there if source == head else blocks_at(place, source)
+    numbers = range(len(whole.plan))
+    missing = [number for number in numbers if number not in ours]
+    if missing:
+        raise PublishError(f"{place}: block {missing[0]} is gone; run again to write it anew")
+    operations: list[Any] = []
+    for number in numbers:
+        name = place.target.block_name(number)
+        if there.get(number) != ours[number]:
+            operations.append(CommitOperationCopy(name, name, src_revision=source))
+    operations += [CommitOperationDelete(place.target.block_name(number)) for number in there if number not in numbers]
+    card = card_at(place.repo_id, head)
+    if operations or whole.insists or not has_section(card, place.target):
+        text = whole.card(card, "")
+        if text != card:
+            operations.append(CommitOperationAdd("README.md", text.encode()))
+    commit = head
+    if operations:
+        made = api.create_commit(
+            place.repo_id,
+            operations,
+            repo_type="dataset",
+            revision=branch,
+            commit_message=f"Text of split {place.target}",
+            parent_commit=head,
+        )
+        commit = str(made.oid)
+    return Published(commit, {number: ours[number].oid for number in numbers})
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+# What was published, looked at as a reader does: the files, their features, and a row of them.
+
+
+VERIFY_RETRY_S = 120.0
+
+
+def verify(
+    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
+) -> None:
+    """Raise `PublishError` where a reader of the published revision would not find what is expected."""
+
+    def other_blocks() -> list[int]:
+        there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
+        return numbers_that_differ(published.oids, there)
+
+    load = {"path": place.repo_id, "revision": published.commit}
+    check_as_reader(str(place), load, other_blocks, whole, first_rows, kept)
+
+
+def check_as_reader(
+    name: str,
+    load: Mapping[str, Any],
+    other_blocks: Callable[[], Sequence[int]],
+    whole: Whole,
+    first_rows: Sequence[Mapping[str, Any]],
+    kept: str,
+) -> None:
+    """Raise `PublishError` where a reader, who loads it by `load`, would not find what is expected.
+
+    `other_blocks` are those whose files are not as they were written; `first_rows` has the text columns of the first
+    row, as it was written, and nothing where there is no row.
+    """
+    target = whole.plan.target
+
+    def look() -> list[str]:
+        others = [f"{target.block_name(number)} is missing, another, or too many" for number in other_blocks()[:5]]
+        return [*others, *_other_features_and_rows(load, whole, first_rows)]
+
+    try:
+        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {name}")
+    except network_errors() as error:
+        raise PublishError(f"{name} is published, but can't be looked at: {error}; {kept}") from error
+    if differences:
+        raise PublishError(
+            f"{name} is published, but a reader of it does not find what was written:\n  "
+            + "\n  ".join(differences)
+            + f"\n{kept}"
+        )
+
+
+def numbers_that_differ(expected: Mapping[int, str], found: Mapping[int, str]) -> list[int]:
+    """Return the blocks that are not there with the content that is expected, or not expected at all."""
+    return sorted(number for number in {*found, *expected} if found.get(number) != expected.get(number))
+
+
+def _other_features_and_rows(
+    load: Mapping[str, Any], whole: Whole, first_rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    import datasets
+
+    expected, target = datasets.Features.from_arrow_schema(whole.schema), whole.plan.target
+    try:
+        stream = datasets.load_dataset(name=target.config, split=target.split, streaming=True, **load)
+        features = stream.features or stream._resolve_features().features
+        found = features_that_differ(expected, features or {})
+        if found:
+            return found
+        rows = [
+            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
+        ]
+    except network_errors():
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
+        return [f"load_dataset fails: {type(error).__name__}: {error}"]
+    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
+
+
+def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
+    """Say which columns a reader finds otherwise, or not at all."""
+    return [
+        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
+        for name in {**expected, **found}
+        if expected.get(name) != found.get(name)
+    ]
+
+
+# ---- bucket_blocks ---------------------------------------------------------------------------------------------------
+# Blocks of a bucket: collected in a folder that readers pass over, and moved from there when all are there.
+#
+# A bucket has neither commits nor branches. What is under way lies below `.unfinished/`, found there by any machine; a
+# split is published by copies within the bucket, for which no byte travels, then by its card, and last the folder goes.
+# Killed anywhere in between, the same command goes on.
+
+
+WORK_FOLDER = ".unfinished"
+BUCKET_PUBLISH_S = 1800.0
+CARD_TRIES = 10
+MARKERS = ("begun", "anew")
+BEGUN = b"Blocks of a run that is under way. It moves them from here when all are there; until then leave them.\n"
+
+
+@dataclass(frozen=True)
+class BucketFolder:
+    """Where an output lies in a bucket: its blocks for readers, and those that are collected."""
+
+    at: HubPath
+    target: Target
+
+    def name(self, number: int, *, collected: bool) -> str:
+        """Return the path of a block in the bucket."""
+        return self._path(self.target.block_name(number), collected=collected)
+
+    @property
+    def card(self) -> str:
+        """The path of the card in the bucket."""
+        return self._path("README.md", collected=False)
+
+    def marker(self, word: str) -> str:
+        """Return the path of a file that says something of what is collected."""
+        return self._path(f"{self.target.folder}/{self.target.split}-{word}", collected=True)
+
+    def _path(self, name: str, *, collected: bool) -> str:
+        return "/".join(part for part in (self.at.path, WORK_FOLDER if collected else "", name) if part)
+
+    def files(self, *, collected: bool) -> dict[str, Any]:
+        """List the files of this split, blocks and markers, by their names in the output; none where no bucket is."""
+        from huggingface_hub import BucketFile, HfApi
+        from huggingface_hub.errors import BucketNotFoundError
+
+        prefix = self._path("", collected=collected)
+        start = self._path(f"{self.target.folder}/{self.target.split}-", collected=collected)
+        try:
+            entries = list(HfApi().list_bucket_tree(self.at.repo_id, prefix=start, recursive=True))
+        except BucketNotFoundError:
+            return {}
+        return {
+            entry.path.removeprefix(f"{prefix}/" if prefix else ""): entry
+            for entry in entries
+            if isinstance(entry, BucketFile)
+        }
+
+    def read_card(self) -> str:
+        """Return the card; nothing where there is none."""
+        from huggingface_hub import HfApi, HfFileSystem
+
+        found = list(HfApi().get_bucket_paths_info(self.at.repo_id, [self.card]))
+        if not found:
+            return ""
+        address = f"{HUB_SCHEME}buckets/{self.at.repo_id}/{self.card}"
+        with HfFileSystem(skip_instance_cache=True).open(address, "rb", size=found[0].size) as file:
+            return bytes(file.read()).decode()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The files of a split in a bucket, by the numbers of the blocks: for readers, and collected. `anew` says that what
+    readers see is of an earlier run, and counts for nothing."""
+
+    readable: Mapping[int, Any]
+    collected: Mapping[int, Any]
+    markers: Collection[str]
+    anew: bool
+
+    @property
+    def there(self) -> dict[int, Any]:
+        """The blocks of this run."""
+        return {**({} if self.anew else self.readable), **self.collected}
+
+
+class BucketCarrier:
+    """Uploads blocks to where they are collected: other runs find them at once."""
+
+    def __init__(self, folder: BucketFolder) -> None:
+        self._folder = folder
+
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks."""
+        from huggingface_hub import HfApi
+
+        HfApi().batch_bucket_files(
+            self._folder.at.repo_id,
+            add=[(file, self._folder.name(number, collected=True)) for number, file in files.items()],
+        )
+
+    def commit(self, numbers: Collection[int]) -> None:
+        """There are no commits."""
+
+
+class BucketBlocks(RemoteBlocks):
+    """The blocks of one split of an output in a bucket."""
+
+    def __init__(
+        self,
+        at: HubPath,
+        target: Target,
+        staging: Path,
+        *,
+        private: bool,
+        counted_column: str = "",
+        shard: Shard = WHOLE,
+    ) -> None:
+        self.at = at
+        self._folder = BucketFolder(at, target)
+        self._private = private
+        self._places: dict[int, bool] = {}  # block → whether it is among those that are collected
+        super().__init__(
+            str(at),
+            target,
+            staging,
+            BucketCarrier(self._folder),
+            counted_column=counted_column,
+            shard=shard,
+            commit_every_s=0.0,
+        )
+
+    def _look(self) -> Collected:
+        files = self._folder.files(collected=True)
+        markers = [self._folder.marker(word) for word in MARKERS]
+        there = {file.path for file in files.values()} & set(markers)
+        readable = self._numbered(self._folder.files(collected=False))
+        return Collected(readable, self._numbered(files), sorted(there), anew=markers[1] in there)
+
+    def _numbered(self, files: Mapping[str, Any]) -> dict[int, Any]:
+        blocks = {self.target.block_number(name): file for name, file in files.items()}
+        return {number: file for number, file in blocks.items() if number is not None}
+
+    def _listed(self) -> dict[int, int]:
+        found = self._look()
+        self._places = {number: number in found.collected for number in found.there}
+        return {number: int(file.size) for number, file in found.there.items()}
+
+    def _opened(self, number: int) -> Any:
+        from huggingface_hub import HfFileSystem
+
+        size = self._on_hub()[number]
+        name = self._folder.name(number, collected=self._places.get(number, True))
+        return HfFileSystem().open(
+            f"{HUB_SCHEME}buckets/{self.at.repo_id}/{name}", "rb", size=size, block_size=REMOTE_BLOCK_BYTES
+        )
+
+    def _open_to_write(self) -> None:
+        """Create the bucket where it is missing, and write there that a run has begun: only so it shows that we may."""
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_bucket(self.at.repo_id, private=self._private, exist_ok=True)
+        markers = MARKERS if self._begins_anew else MARKERS[:1]
+        old = [file.path for file in self._look().collected.values()] if self._begins_anew else []
+        self._remove(old)
+        api.batch_bucket_files(self.at.repo_id, add=[(BEGUN, self._folder.marker(word)) for word in markers])
+
+    def publish(self, whole: Whole) -> str | None:
+        """Let readers see the split: copies of what was collected, then the card; look at it as they do; tidy up.
+
+        Raises `PublishError` where that fails, or where a reader would not find what is expected.
+        """
+        if whole.rows != whole.plan.num_rows:
+            raise PublishError(
+                f"the blocks of {self.at} hold {whole.rows} rows, and {whole.plan.num_rows} are wanted; nothing is "
+                "published. Start anew with --overwrite"
+            )
+        kept = f"{self.collected()} keeps all blocks; the same command goes on"
+        try:
+            Patience(BUCKET_PUBLISH_S).call(lambda: self._publish(whole, kept), f"publishing to {self.at}")
+        except network_errors() as error:
+            raise PublishError(f"publishing to {self.at} failed: {error}. {kept}") from error
+        from huggingface_hub import HfApi
+
+        return f"{HfApi().endpoint}/buckets/{self.at.repo_id}" + (f"/tree/{self.at.path}" if self.at.path else "")
+
+    def _publish(self, whole: Whole, kept: str) -> None:
+        from huggingface_hub import HfApi
+
+        api, found = HfApi(), self._look()
+        numbers = range(len(whole.plan))
+        missing = [number for number in numbers if number not in found.there]
+        if missing:
+            raise PublishError(f"{self.at}: block {missing[0]} is gone; run again to write it anew")
+        if found.collected or found.markers or whole.insists or not has_section(self._folder.read_card(), self.target):
+            ours = {number: found.there[number].xet_hash for number in numbers}
+            seen = {number: file.xet_hash for number, file in found.readable.items()}
+            copies = [
+                ("bucket", self.at.repo_id, ours[number], self._folder.name(number, collected=False))
+                for number in numbers
+                if seen.get(number) != ours[number]
+            ]
+            surplus = [file.path for number, file in found.readable.items() if number not in numbers]
+            api.batch_bucket_files(self.at.repo_id, copy=copies, delete=surplus)
+            written = max(file.mtime.isoformat() for file in found.there.values() if file.mtime)
+            self._write_card(whole, written)
+            self._verify(whole, ours, kept)
+            self._write_card(whole, written)  # another run may have written the one that it read before
+        self._remove([*(file.path for file in found.collected.values()), *found.markers])
+
+    def _write_card(self, whole: Whole, written: str) -> None:
+        """Write the card, and look whether it is there: of two runs that write it at once the later one wins."""
+        from huggingface_hub import HfApi
+
+        for _ in range(CARD_TRIES):
+            earlier = self._folder.read_card()
+            text = whole.card(earlier, written)
+            if text == earlier:
+                return
+            HfApi().batch_bucket_files(self.at.repo_id, add=[(text.encode(), self._folder.card)])
+        raise PublishError(f"the card of {self.at} is written by somebody else as well; the same command writes it")
+
+    def _verify(self, whole: Whole, ours: Mapping[int, str], kept: str) -> None:
+        from huggingface_hub import HfFileSystem
+
+        def other_blocks() -> list[int]:
+            return numbers_that_differ(ours, {number: file.xet_hash for number, file in self._look().readable.items()})
+
+        first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
+        HfFileSystem.clear_instance_cache()  # it keeps what it listed, and a bucket has no commits to tell old from new
+        check_as_reader(str(self.at), {"path": str(self.at)}, other_blocks, whole, first, kept)
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        """Remove files; another shard may have removed some of them."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import BucketBatchError
+
+        api = HfApi()
+        try:
+            api.batch_bucket_files(self.at.repo_id, delete=list(paths))
+        except BucketBatchError:
+            if list(api.get_bucket_paths_info(self.at.repo_id, paths)):
+                raise
+
+    def collected(self) -> str:
+        """Say where the blocks are that are there already."""
+        return f"{self.at}/{WORK_FOLDER}"
 
 
 # ---- flavors ---------------------------------------------------------------------------------------------------------
@@ -6095,750 +7390,47 @@ def _flavor_by_shape(environment: Mapping[str, str], prices: PriceList) -> Flavo
     return matching_flavor(prices.flavors, vcpus, ram_gb, gpus)
 
 
-# ---- card ------------------------------------------------------------------------------------------------------------
-# The dataset card: the YAML that `load_dataset` needs, a section for each split of ours, and what people wrote.
+# ---- commits ---------------------------------------------------------------------------------------------------------
+# Blocks of a Hub dataset as they are uploaded and committed to the work ref.
 
 
-CARD_BEGIN = "<!-- lighton-ocr {target}, {rows} rows: written by the script from here -->"
-CARD_END = "<!-- lighton-ocr {target}: to here; text outside is kept -->"
-OUR_SECTION = re.compile(
-    r"<!-- lighton-ocr (?P<target>\S+), (?P<rows>\d+) rows: written by the script from here -->.*?"
-    r"<!-- lighton-ocr (?P=target): to here; text outside is kept -->",
-    re.DOTALL,
-)
-SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+class Committer:
+    """Uploads blocks as large files, and commits them to the work ref. `revision` is that ref's, once it is open."""
 
-
-@dataclass(frozen=True)
-class CardContents:
-    """What a card says of one split: where it comes from, how far it is, how it was made."""
-
-    input_name: str
-    plan: BlockPlan
-    statuses: Mapping[str, int]
-    facts: Mapping[str, Any]
-    command: str
-    tags: Sequence[str] = field(default=())
-
-
-def card_text(earlier: str, contents: CardContents, written: str = "") -> str:
-    """Return the card: `earlier`, with what the split needs in its YAML and with its section.
-
-    `written` says when the last block was written: `load_dataset` caches a local folder with a card by what the card
-    says alone (datasets 5.2), so that without it a finished output would load as the unfinished one loaded before.
-    """
-    from huggingface_hub import DatasetCardData
-
-    target = contents.plan.target
-    data, text = _taken_apart(earlier)
-    described_by_people = "size_categories" in data and not OUR_SECTION.search(text)
-    configs = _with_split(data.get("configs") or [], target)
-    if written:
-        ours = next(config for config in configs if config["config_name"] == target.config)
-        ours["description"] = f"{sum(contents.statuses.values())} rows of {target.split}, the last written {written}"
-    data["configs"] = configs
-    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script", *contents.tags})
-    _forget_features(data, target)
-    body = _with_section(text, target, _section(contents))
-    if not described_by_people:
-        data["size_categories"] = [size_category(sum(int(found["rows"]) for found in OUR_SECTION.finditer(body)))]
-    return f"---\n{DatasetCardData(**data).to_yaml()}\n---\n\n{body.strip()}\n"
-
-
-def has_section(card: str, target: Target) -> bool:
-    """Whether a card speaks of this split already."""
-    return any(found["target"] == _in_markers(target) for found in OUR_SECTION.finditer(card))
-
-
-def size_category(rows: int) -> str:
-    """Return the size of a dataset, as cards have it."""
-    if rows < 1000:
-        return "n<1K"
-    power = min(len(str(rows)) - 4, len(SIZES) - 2)
-    return f"{SIZES[power]}<n<{SIZES[power + 1]}"
-
-
-def _taken_apart(card: str) -> tuple[dict[str, Any], str]:
-    """Return (YAML, text) of a card."""
-    from huggingface_hub import DatasetCard
-
-    if not card.startswith("---"):
-        return {}, card
-    parsed = DatasetCard(card, ignore_metadata_errors=True)
-    return dict(parsed.data.to_dict()), str(parsed.text)  # type: ignore[no-untyped-call]
-
-
-def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
-    """Return the card's configurations with the split in its own; `default` stands first."""
-    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
-    ours = all_of_them.setdefault(target.config, {"config_name": target.config})
-    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
-    others = [file for file in files if file.get("split") != target.split]
-    ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
-    return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
-
-
-def _forget_features(data: dict[str, Any], target: Target) -> None:
-    """Drop what is said of our configuration's features: they stand in the files, an older run's would be wrong."""
-    said = data.pop("dataset_info", None) or []
-    infos = [said] if isinstance(said, dict) else said
-    kept = [info for info in infos if info.get("config_name", DEFAULT_CONFIG) != target.config]
-    if kept:
-        data["dataset_info"] = kept
-
-
-def _with_section(text: str, target: Target, section: str) -> str:
-    """Put our section where it was, or at the end."""
-    for found in OUR_SECTION.finditer(text):
-        if found["target"] == _in_markers(target):
-            return f"{text[: found.start()]}{section}{text[found.end() :]}"
-    return f"{text.strip()}\n\n{section}".strip()
-
-
-def _in_markers(target: Target) -> str:
-    return f"{target.config}/{target.split}"
-
-
-def _section(contents: CardContents) -> str:
-    plan = contents.plan
-    done = sum(contents.statuses.values())
-    counts = ", ".join(f"{contents.statuses.get(status, 0)} {status}" for status in STATUSES)
-    unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in contents.facts.items() if value not in (None, ""))
-    begin, end = CARD_BEGIN, CARD_END
-    return (
-        f"{begin.format(target=_in_markers(plan.target), rows=done)}\n"
-        f"# Text of {contents.input_name}\n{'' if done == plan.num_rows else unfinished}\n"
-        f"The rows of split `{plan.target}`, in their order, with the text that was read from each page. "
-        f"Source dataset: `{contents.input_name}`.\n\n"
-        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
-        f"{end.format(target=_in_markers(plan.target))}"
-    )
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def write_card(folder: Path, contents: CardContents) -> None:
-    """Write the card beside the blocks of a folder; an existing card's own text is kept."""
-    path = folder / "README.md"
-    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
-    blocks = BlockFolder(folder, contents.plan.target)
-    newest = max(blocks.path(number).stat().st_mtime for number in blocks.closed())
-    written = datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat()
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two shards may find that they were the last
-    half.write_text(card_text(earlier, contents, written), encoding="utf-8")
-    half.replace(path)
-
-
-# ---- work_ref --------------------------------------------------------------------------------------------------------
-# Where blocks of a Hub dataset are collected until all are there: a branch of its own, or a draft of a pull request.
-#
-# Readers of the target branch see nothing of it. It is found again by its name, or by author and title: on any machine,
-# by any script, for any shard.
-
-
-MAIN = "main"
-OPEN_STATES = frozenset({"draft", "open"})
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where on the Hub a split goes: to which branch of which dataset, and whether by a pull request."""
-
-    repo_id: str
-    target: Target
-    revision: str = MAIN
-    private: bool = True
-    create_pr: bool = False
-
-    def __str__(self) -> str:
-        return self.repo_id if self.revision == MAIN else f"{self.repo_id}@{self.revision}"
-
-
-class WorkRef(Protocol):
-    """A ref that blocks are collected on. Its methods raise what the client raises."""
-
-    def find(self) -> str | None:
-        """Return the revision of it; None where it is not there."""
-
-    def open(self, *, anew: bool = False) -> str:
-        """Return the revision of it, created where it is not there; `anew`: begun from the target branch again."""
-
-    def publish_to(self) -> str:
-        """Return the revision that the finished split is committed to, created where it is not there."""
-
-    def close(self) -> None:
-        """Put it away: the split is published."""
-
-    def address(self) -> str:
-        """Return where people look at what was published."""
-
-
-def work_ref(place: Destination) -> WorkRef:
-    """Return the ref on which the blocks of a destination are collected."""
-    return PullRequest(place) if place.create_pr else WorkBranch(place)
-
-
-def branch_name(place: Destination) -> str:
-    """Name the work branch of a destination; no two have the same."""
-    split = str(place.target).replace("/", "-")
-    at = "" if place.revision == MAIN else f"--at--{place.revision.replace('/', '--')}"
-    return f"unfinished-{split}{at}"
-
-
-class WorkBranch:
-    """A branch beside the target branch, removed when the split is published."""
-
-    def __init__(self, place: Destination) -> None:
-        self.place = place
-        self.name = branch_name(place)
-
-    def find(self) -> str | None:
-        """Return its name; None where it is not there."""
-        return self.name if self._has_branch(self.name) else None
-
-    def open(self, *, anew: bool = False) -> str:
-        """Return its name, created where it is not there."""
-        api = _api()
-        api.create_repo(self.place.repo_id, repo_type="dataset", private=self.place.private, exist_ok=True)
-        if anew:
-            self.close()
-        start = self.place.revision if self._has_branch(self.place.revision) else MAIN
-        api.create_branch(self.place.repo_id, branch=self.name, revision=start, repo_type="dataset", exist_ok=True)
-        return self.name
-
-    def publish_to(self) -> str:
-        """Return the target branch."""
-        if self.place.revision != MAIN and not self._has_branch(self.place.revision):
-            _api().create_branch(self.place.repo_id, branch=self.place.revision, repo_type="dataset", exist_ok=True)
-        return self.place.revision
-
-    def close(self) -> None:
-        """Remove it; another run may have done so."""
-        from huggingface_hub.errors import RevisionNotFoundError
-
-        if self._has_branch(self.name):
-            try:
-                _api().delete_branch(self.place.repo_id, branch=self.name, repo_type="dataset")
-            except RevisionNotFoundError:
-                return
-
-    def address(self) -> str:
-        """Return the dataset's page."""
-        api = _api()
-        tree = "" if self.place.revision == MAIN else f"/tree/{self.place.revision}"
-        return f"{api.endpoint}/datasets/{self.place.repo_id}{tree}"
-
-    def _has_branch(self, name: str) -> bool:
-        return has_branch(self.place.repo_id, name)
-
-
-class PullRequest:
-    """A pull request of ours, a draft until the split is whole: for those who may not write to the dataset itself."""
-
-    def __init__(self, place: Destination) -> None:
-        self.place = place
-        self.title = f"Text of split {place.target}, read by LightOnOCR"
-        self._author = ""
-
-    def find(self) -> str | None:
-        """Return its ref; None where there is none that is open."""
-        ours = self._ours()
-        return str(ours[0].git_reference) if ours else None
-
-    def open(self, *, anew: bool = False) -> str:
-        """Return its ref, opened as a draft where there is none."""
-        found = self.find()
-        if found:
-            return found
-        made = _api().create_pull_request(
-            self.place.repo_id,
-            self.title,
-            description="Blocks come in while pages are read; it is marked as ready when all are there.",
-            repo_type="dataset",
-        )
-        say(f"opened a draft of a pull request: {made.url}")
-        first = self._ours()[0]  # two shards may have opened one each
-        if made.num != first.num:
-            _api().change_discussion_status(
-                self.place.repo_id, made.num, "closed", comment=f"#{first.num} is there already", repo_type="dataset"
-            )
-        return str(first.git_reference)
-
-    def publish_to(self) -> str:
-        """Return its own ref: nothing is copied."""
-        return self.open()
-
-    def close(self) -> None:
-        """Mark it as ready to be merged."""
-        for one in self._ours()[:1]:
-            if one.status == "draft":
-                _api().change_discussion_status(self.place.repo_id, one.num, "open", repo_type="dataset")
-
-    def address(self) -> str:
-        """Return the page of the pull request; of the dataset where it was merged."""
-        ours = self._ours()
-        return str(ours[0].url) if ours else f"{_api().endpoint}/datasets/{self.place.repo_id}"
-
-    def _ours(self) -> list[Any]:
-        """Return our pull requests that are not closed, the oldest first."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
-        api = _api()
-        self._author = self._author or str(api.whoami()["name"])  # asked once: the Hub counts these
-        try:
-            found = api.get_repo_discussions(
-                self.place.repo_id,
-                author=self._author,
-                discussion_type="pull_request",
-                repo_type="dataset",
-            )
-            ours = [one for one in found if one.title == self.title and one.status in OPEN_STATES]
-        except RepositoryNotFoundError as error:
-            raise UsageError(
-                f"--create-pr: there is no dataset {self.place.repo_id!r} to open a pull request on, or the token may "
-                "not see it; create it first, or leave --create-pr out"
-            ) from error
-        return sorted(ours, key=lambda one: int(one.num))
-
-
-def has_branch(repo_id: str, name: str) -> bool:
-    """Whether a Hub dataset has this branch; False where there is no such dataset."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        refs = _api().list_repo_refs(repo_id, repo_type="dataset")
-    except RepositoryNotFoundError:
-        return False
-    return any(branch.name == name for branch in refs.branches)
-
-
-def _api() -> Any:
-    from huggingface_hub import HfApi
-
-    return HfApi()
-
-
-# ---- publish ---------------------------------------------------------------------------------------------------------
-# The output: where it goes, and the one commit that makes a finished split of a Hub dataset visible.
-
-
-PUBLISH_FOR_S = 1800.0
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-BRANCH = re.compile(r"(?!refs/|.*(//|\.\.|@\{|\.lock$|/$))[A-Za-z0-9_][\w./@+-]*")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True)
-class Output:
-    """Where a run writes: `folder` holds the blocks; `repo_id` is the Hub dataset they are published to, if any.
-
-    Of that, `revision` is the branch they go to; `create_pr` asks for a pull request instead.
-    """
-
-    folder: Path
-    repo_id: str | None = None
-    revision: str = MAIN
-    create_pr: bool = False
-
-    def __str__(self) -> str:
-        return self.repo_id or str(self.folder)
-
-
-def choose_output(name: str, work_dir: str | None, revision: str | None = None, create_pr: bool = False) -> Output:
-    """Tell a local folder from a Hub id: `namespace/name` is a Hub id unless a folder `namespace` is here."""
-    path = Path(name).expanduser()
-    if REPO_ID.fullmatch(name) and not path.exists() and not path.parent.is_dir():
-        _check_revision(revision, create_pr)
-        at = "--pr" if create_pr else f"--at--{revision.replace('/', '--')}" if revision not in (None, MAIN) else ""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lighton-ocr"
-        folder = Path(work_dir) if work_dir else cache / f"{name.replace('/', '--')}{at}"
-        return Output(folder, name, revision or MAIN, create_pr)
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"output {name!r} is a file; name a folder, or a Hub dataset id (namespace/name)")
-    for flag, given in {"--work-dir": work_dir, "--output-revision": revision, "--create-pr": create_pr}.items():
-        if given:
-            raise UsageError(f"{flag} is for Hub outputs; {name!r} is a local folder and holds its blocks itself")
-    return Output(path)
-
-
-def _check_revision(revision: str | None, create_pr: bool) -> None:
-    if revision is None:
-        return
-    if create_pr:
-        raise UsageError("--create-pr goes to main; leave --output-revision out")
-    if COMMIT.fullmatch(revision) or not BRANCH.fullmatch(revision):
-        raise UsageError(
-            f"--output-revision {revision!r} is no name of a branch; name one (it is created from main if missing), or "
-            "open a pull request with --create-pr"
-        )
-
-
-def check_output_is_apart(output: Output, input_name: str) -> None:
-    """Raise `UsageError` where input and output are, or contain, each other: a run must never read what it writes."""
-    if output.repo_id and output.repo_id == input_name:
-        raise UsageError(f"input and output are both {input_name!r}; name another output")
-    source = Path(input_name).expanduser()
-    if not source.exists():
-        return
-    here, there = output.folder.resolve(), source.resolve()
-    if here == there or here.is_relative_to(there) or (there.is_relative_to(here) and there.is_dir()):
-        raise UsageError(
-            f"output {str(output.folder)!r} and input {input_name!r} overlap; name an output beside the input"
-        )
-
-
-@dataclass(frozen=True)
-class RemoteBlock:
-    """A block's file on the Hub: how many bytes, and the name of its content."""
-
-    size: int
-    oid: str
-
-
-@dataclass(frozen=True)
-class Published:
-    """What readers see: at which commit, and the content of each block there."""
-
-    commit: str
-    oids: Mapping[int, str]
-
-
-def blocks_at(place: Destination, revision: str) -> dict[int, RemoteBlock]:
-    """Return the blocks of a split at a revision; none where there is no such dataset, revision or folder."""
-    from huggingface_hub import HfApi, RepoFile
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-
-    found: dict[int, RemoteBlock] = {}
-    try:
-        tree = HfApi().list_repo_tree(place.repo_id, place.target.folder, revision=revision, repo_type="dataset")
-        for entry in tree:
-            number = place.target.block_number(entry.path)
-            if number is not None and isinstance(entry, RepoFile):
-                found[number] = RemoteBlock(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
-        return {}
-    return found
-
-
-def card_at(repo_id: str, revision: str) -> str:
-    """Return the card of a Hub dataset at a revision; nothing where there is none."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=revision)
-    except EntryNotFoundError:
-        return ""
-    return Path(path).read_text(encoding="utf-8")
-
-
-def publish(place: Destination, work: WorkRef, whole: Whole, kept: str) -> Published:
-    """Make the collected blocks, and the card, visible in one commit; return what readers then see.
-
-    It is made upon the head that was looked at: where another run publishes in the same moment, another split or
-    configuration, the Hub refuses it, and it is made anew upon that run's. Done already, it does nothing.
-    """
-    if whole.rows != whole.plan.num_rows:
-        raise PublishError(
-            f"the blocks of {place} hold {whole.rows} rows, and {whole.plan.num_rows} are wanted; nothing is "
-            "published. Start anew with --overwrite"
-        )
-    try:
-        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_differs(place, work, whole), f"publishing to {place}")
-    except network_errors() as error:
-        raise PublishError(f"publishing to {place} failed: {error}. {kept}") from error
-
-
-def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Published:
-    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
-
-    api = HfApi()
-    collected, branch = work.find(), work.publish_to()
-    head = str(api.dataset_info(place.repo_id, revision=branch).sha)
-    there = blocks_at(place, head)
-    # pinned, for a shard that asks again about failed rows may go on collecting
-    source = str(api.dataset_info(place.repo_id, revision=collected).sha) if collected else head
-    ours = there if source == head else blocks_at(place, source)
-    numbers = range(len(whole.plan))
-    missing = [number for number in numbers if number not in ours]
-    if missing:
-        raise PublishError(f"{place}: block {missing[0]} is gone; run again to write it anew")
-    operations: list[Any] = []
-    for number in numbers:
-        name = place.target.block_name(number)
-        if there.get(number) != ours[number]:
-            operations.append(CommitOperationCopy(name, name, src_revision=source))
-    operations += [CommitOperationDelete(place.target.block_name(number)) for number in there if number not in numbers]
-    card = card_at(place.repo_id, head)
-    if operations or whole.insists or not has_section(card, place.target):
-        text = whole.card(card)
-        if text != card:
-            operations.append(CommitOperationAdd("README.md", text.encode()))
-    commit = head
-    if operations:
-        made = api.create_commit(
-            place.repo_id,
-            operations,
-            repo_type="dataset",
-            revision=branch,
-            commit_message=f"Text of split {place.target}",
-            parent_commit=head,
-        )
-        commit = str(made.oid)
-    return Published(commit, {number: ours[number].oid for number in numbers})
-
-
-# ---- interrupt -------------------------------------------------------------------------------------------------------
-# Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once.
-
-
-ResultT = TypeVar("ResultT")
-ECHO_S = 0.5  # `uv run`, `timeout` and schedulers pass on a signal that has reached us already
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(BaseException):
-    """A signal asked us to stop; the exit code is 128 + its number, as shells have it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-        self.exit_code = 128 + number
-
-    def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.number).name}"
-
-
-class Interrupts:
-    """Turns signals into `Interrupted`, raised where the main thread is; a second one ends the process at once.
-
-    `last_will` runs before such an end: it must be quick and must not raise.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._since = 0.0
-        self.last_will: Callable[[], None] | None = None
-        self._cancel: Callable[[], object] | None = None
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals within."""
-        # a hangup that `nohup` has us ignore stays ignored
-        ours = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._on_signal) for number in ours}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run a coroutine; a signal cancels it, and `Interrupted` is raised when it has tidied up."""
-
-        async def cancellable() -> ResultT:
-            loop, task = asyncio.get_running_loop(), asyncio.current_task()
-            assert task is not None
-            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
-            try:
-                return await work
-            finally:
-                self._cancel = None
-
-        try:
-            return asyncio.run(cancellable())
-        except asyncio.CancelledError:
-            if self.number is None:
-                raise
-            raise Interrupted(self.number) from None
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.number == number and time.monotonic() - self._since < ECHO_S:
-            return
-        if self.number is not None:
-            if self.last_will:
-                self.last_will()
-            os._exit(128 + number)
-        self.number, self._since = number, time.monotonic()
-        if self._cancel is None:
-            raise Interrupted(number)
-        self._cancel()
-
-
-# ---- uploads ---------------------------------------------------------------------------------------------------------
-# Closed blocks on their way to the Hub, by a thread of their own: uploaded at once, committed rarely.
-#
-# A closed block lies in a local folder first. It is uploaded, which nobody sees, and is there for other runs with the
-# next commit to the work ref: every `commit_every_s` seconds, and at the end, whatever the end is. What is committed
-# leaves the local folder, so that the disk holds what is under way and no more. What could not be committed stays
-# there, and the next run on the machine commits it.
-
-
-MOST_AT_ONCE = 32  # blocks uploaded with one question where to put them
-MOST_IN_A_COMMIT = 200
-MOST_STAGED = 400  # blocks that wait for upload or commit; beyond it closing a block waits, and so does the engine
-MOST_STAGED_BYTES = 32 * 1024**3  # the same for their bytes; where the disk has less than twice that, half of it
-PUBLISH_RETRY_S = 1800.0
-HURRY_S = 15.0  # what is tried again after a signal: whoever sends one kills soon
-
-
-class Uploads:
-    """What is between a closed block and its commit. `on_commit` is told the blocks of each, with their sizes."""
-
-    def __init__(
-        self,
-        repo_id: str,
-        local: BlockFolder,
-        work: WorkRef,
-        *,
-        commit_every_s: float,
-        on_commit: Callable[[Mapping[int, int]], None],
-    ) -> None:
-        self.revision = ""  # of the work ref, once it is open
+    def __init__(self, repo_id: str, target: Target, work: WorkRef) -> None:
+        self.revision = ""
         self._repo_id = repo_id
-        self._local = local
+        self._target = target
         self._work = work
-        self._commit_every_s = commit_every_s
-        self._on_commit = on_commit
-        self._patience = Patience(PUBLISH_RETRY_S)
-        self._waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._uploaded: list[tuple[int, Any]] = []
-        self._last_commit = time.monotonic()
-        self._staged: dict[int, int] = {}  # block → bytes, of those that wait for upload or commit
-        self._room = threading.Condition()
-        self._most_bytes = MOST_STAGED_BYTES
-        self._failure: PublishError | None = None
-        self._thread: threading.Thread | None = None
+        self._additions: dict[int, Any] = {}
 
-    def measure_disk(self) -> None:
-        """Find out how many bytes may wait here."""
-        self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
-
-    def wait_for_room(self) -> None:
-        """Wait where too many blocks are under way."""
-        with self._room:
-            while len(self._staged) >= MOST_STAGED or sum(self._staged.values()) >= self._most_bytes > 0:
-                self.raise_failure()
-                self._room.wait(1.0)
-
-    def send(self, number: int) -> None:
-        """Send a block on its way."""
-        with self._room:
-            self._staged[number] = self._local.path(number).stat().st_size
-        self._waiting.put(number)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-            self._thread.start()
-
-    def end(self, first_error: BaseException | None) -> None:
-        """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
-        if isinstance(first_error, Interrupted):
-            self._patience.hurry(HURRY_S)
-        self._waiting.put(None)
-        try:
-            self._thread.join()
-        except Interrupted:
-            self._patience.hurry(HURRY_S)
-            self._thread.join()
-            raise
-        finally:
-            self._thread = None
-        if self._failure and isinstance(first_error, JobError) and first_error is not self._failure:
-            raise PublishError(f"{first_error}\nAnd {self._failure}") from first_error
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise what ended the thread, if anything did."""
-        if self._failure:
-            raise self._failure
-
-    # The thread
-
-    def _run(self) -> None:
-        try:
-            goes_on = True
-            while goes_on:
-                numbers, goes_on = self._next_closed()
-                if numbers:
-                    self._send(numbers)
-                if self._uploaded and self._is_due():
-                    self._commit()
-            self._commit()
-        except Exception as error:  # noqa: BLE001 - the thread's end: the run must hear of it
-            self._failure = PublishError(
-                f"publishing to {self._repo_id} failed: {type(error).__name__}: {error}. What is not there yet is kept "
-                f"in {self._local.root}; the same command publishes it without asking about a page again"
-            )
-        finally:
-            with self._room:
-                self._room.notify_all()
-
-    def _next_closed(self) -> tuple[list[int], bool]:
-        """Wait for closed blocks, or until a commit is due; return them, and whether more may come."""
-        wait_s = max(0.0, self._last_commit + self._commit_every_s - time.monotonic())
-        most = max(1, min(MOST_AT_ONCE, MOST_IN_A_COMMIT - len(self._uploaded)))
-        numbers: list[int] = []
-        with contextlib.suppress(queue.Empty):
-            number = self._waiting.get(timeout=wait_s if self._uploaded else None)
-            while number is not None:
-                numbers.append(number)
-                if len(numbers) == most:
-                    return numbers, True
-                number = self._waiting.get_nowait()
-            return numbers, False
-        return numbers, True
-
-    def _is_due(self) -> bool:
-        since_s = time.monotonic() - self._last_commit
-        return (
-            since_s >= self._commit_every_s
-            or (self._patience.is_hurried and since_s >= HURRY_S / 3)
-            or len(self._uploaded) >= MOST_IN_A_COMMIT
-            or 2 * sum(self._staged[number] for number, _ in self._uploaded) >= self._most_bytes
-        )
-
-    def _send(self, numbers: list[int]) -> None:
+    def upload(self, files: Mapping[int, Path]) -> None:
+        """Upload some blocks, which nobody sees yet."""
         from huggingface_hub import CommitOperationAdd
 
-        names = {number: self._local.target.block_name(number) for number in numbers}
-        additions = [CommitOperationAdd(name, self._local.path(number)) for number, name in names.items()]
-        self._patience.call(
-            lambda: self._on_work_ref(lambda revision: upload_files(self._repo_id, additions, revision)),
-            f"uploading to {self._repo_id}",
-        )
-        self._uploaded += zip(numbers, additions, strict=True)
+        additions = {
+            number: CommitOperationAdd(self._target.block_name(number), file) for number, file in files.items()
+        }
+        self._on_work_ref(lambda revision: upload_files(self._repo_id, list(additions.values()), revision))
+        self._additions.update(additions)
 
-    def _commit(self) -> None:
-        if not self._uploaded:
-            return
-        self._patience.call(lambda: self._on_work_ref(self._create_commit), f"committing to {self._repo_id}")
-        committed, self._uploaded = self._uploaded, []
-        self._last_commit = time.monotonic()
-        self._on_commit({number: self._staged[number] for number, _ in committed})
-        for number, _ in committed:
-            self._local.path(number).unlink(missing_ok=True)
-        with self._room:
-            for number, _ in committed:
-                del self._staged[number]
-            self._room.notify_all()
-
-    def _create_commit(self, revision: str) -> None:
+    def commit(self, numbers: Collection[int]) -> None:
+        """Commit the blocks that were uploaded."""
         from huggingface_hub import HfApi
 
-        HfApi().create_commit(
-            self._repo_id,
-            [addition for _, addition in self._uploaded],
-            repo_type="dataset",
-            revision=revision,
-            commit_message=f"Blocks of split {self._local.target}: {len(self._uploaded)}",
+        self._on_work_ref(
+            lambda revision: HfApi().create_commit(
+                self._repo_id,
+                [self._additions[number] for number in numbers],
+                repo_type="dataset",
+                revision=revision,
+                commit_message=f"Blocks of split {self._target}: {len(numbers)}",
+            )
         )
+        for number in numbers:
+            del self._additions[number]
 
-    def _on_work_ref(self, act: Callable[[str], None]) -> None:
+    def _on_work_ref(self, act: Callable[[str], object]) -> None:
         """Do something at the work ref, opened again where another shard has found all blocks there and published."""
         from huggingface_hub.errors import RevisionNotFoundError
 
@@ -6865,97 +7457,14 @@ def upload_files(repo_id: str, additions: Sequence[Any], revision: str) -> None:
         raise ConnectionError(f"{error} ({type(cause).__name__}, {status})") from error
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-# What was published, looked at as a reader does: the files, their features, and a row of them.
-
-
-VERIFY_RETRY_S = 120.0
-
-
-def verify(
-    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]], kept: str
-) -> None:
-    """Raise `PublishError` where a reader of the published revision would not find what is expected.
-
-    `first_rows` has the text columns of the first row, as it was written; nothing where there is no row.
-    """
-
-    def look() -> list[str]:
-        return [*_other_files(place, published), *_other_features_and_rows(place, published, whole, first_rows)]
-
-    try:
-        differences = Patience(VERIFY_RETRY_S).call(look, f"looking at what is in {place}")
-    except network_errors() as error:
-        raise PublishError(f"{place} is published, but can't be looked at: {error}; {kept}") from error
-    if differences:
-        raise PublishError(
-            f"{place} is published, but a reader of it does not find what was written:\n  "
-            + "\n  ".join(differences)
-            + f"\n{kept}"
-        )
-
-
-def _other_files(place: Destination, published: Published) -> list[str]:
-    """Say which blocks are not there as they were written."""
-    there = {number: block.oid for number, block in blocks_at(place, published.commit).items()}
-    if there == published.oids:
-        return []
-    other = sorted(number for number in {*there, *published.oids} if there.get(number) != published.oids.get(number))
-    return [f"{place.target.block_name(number)} is missing, another, or too many" for number in other[:5]]
-
-
-def _other_features_and_rows(
-    place: Destination, published: Published, whole: Whole, first_rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    import datasets
-
-    expected = datasets.Features.from_arrow_schema(whole.schema)
-    try:
-        stream = datasets.load_dataset(
-            place.repo_id,
-            place.target.config,
-            split=place.target.split,
-            streaming=True,
-            revision=published.commit,
-        )
-        features = stream.features or stream._resolve_features().features
-        found = features_that_differ(expected, features or {})
-        if found:
-            return found
-        rows = [
-            {name: row.get(name) for name in whole.text_columns} for row in itertools.islice(stream.decode(False), 1)
-        ]
-    except network_errors():
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever keeps a reader from reading it is what we look for
-        return [f"load_dataset fails: {type(error).__name__}: {error}"]
-    return [] if rows == list(first_rows) else [f"the first row is {rows}, and was written as {list(first_rows)}"]
-
-
-def features_that_differ(expected: datasets.Features, found: Mapping[str, Any]) -> list[str]:
-    """Say which columns a reader finds otherwise, or not at all."""
-    return [
-        f"column {name!r}: written as {expected.get(name)}, found as {found.get(name)}"
-        for name in {**expected, **found}
-        if expected.get(name) != found.get(name)
-    ]
-
-
 # ---- hub_blocks ------------------------------------------------------------------------------------------------------
-# Blocks of a Hub dataset, by the verbs of a folder: found on the work ref by any machine, and published from there.
+# Blocks of a Hub dataset: found on the work ref by any machine, and published from there.
 #
 # Where there is no work ref, the blocks on the target branch are those that are there.
 
 
-LOOK_RETRY_S = 120.0
-REMOTE_BLOCK_BYTES = 64 * 1024  # fetched at once of a block on the Hub: its footer, and the small columns of a block
-
-LookedT = TypeVar("LookedT")
-
-
-class HubBlocks:
-    """The blocks of one split of a Hub dataset. `counted_column` is one whose values are counted as blocks are written:
-    of these the Hub need not be asked."""
+class HubBlocks(RemoteBlocks):
+    """The blocks of one split of a Hub dataset."""
 
     def __init__(
         self,
@@ -6967,79 +7476,22 @@ class HubBlocks:
         commit_every_s: float = 600.0,
     ) -> None:
         self.place = place
-        self._shard = shard
-        self._counted_column = counted_column
-        self._counted: dict[int, Counter[str]] = {}
         self._work = work_ref(place)
-        self._local = BlockFolder(staging, place.target, shard)
-        self._uploads = Uploads(
-            place.repo_id, self._local, self._work, commit_every_s=commit_every_s, on_commit=self._note_commit
-        )
-        self._begins_anew = False
         self._at = place.revision
-        self._there: dict[int, int] | None = None  # block → bytes; replaced, never changed: two threads read it
-
-    # What is there
-
-    def closed(self) -> set[int]:
-        """Return the numbers of the blocks that are on the Hub, or lie here on their way to it."""
-        here = self._closed_here()  # before the others: a block goes from here to there
-        return here | self._on_hub().keys()
-
-    def _closed_here(self) -> set[int]:
-        """Only this shard's: other shards of this machine share the folder, and publish their own."""
-        return {number for number in self._local.closed() if self._shard.holds(number)}
-
-    def _on_hub(self) -> dict[int, int]:
-        if self._there is None:
-            self._there = self._looked(self._listed, "listing its blocks")
-        return self._there
+        self._committer = Committer(place.repo_id, place.target, self._work)
+        super().__init__(
+            str(place),
+            place.target,
+            staging,
+            self._committer,
+            counted_column=counted_column,
+            shard=shard,
+            commit_every_s=commit_every_s,
+        )
 
     def _listed(self) -> dict[int, int]:
         self._at = self._work.find() or self.place.revision
         return {number: block.size for number, block in blocks_at(self.place, self._at).items()}
-
-    def _note_commit(self, committed: Mapping[int, int]) -> None:
-        self._there = {**self._on_hub(), **committed}
-
-    def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
-        try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self.place}: {what}")
-        except network_errors() as error:
-            raise PublishError(f"{self.place}: {what} failed: {error}; run again to go on") from error
-
-    def where(self, number: int) -> str:
-        """Say where block `number` is, or will be."""
-        return f"{self.place}: {self.place.target.block_name(number)}"
-
-    def read(self, number: int, columns: list[str]) -> pa.Table:
-        """Read some columns of a block; from the Hub only their bytes are fetched."""
-        import pyarrow.parquet as pq
-
-        return self._with(number, lambda file: pq.read_table(file, columns=columns))
-
-    def count(self, number: int, column: str) -> Counter[str]:
-        """Count the values in a column of a block."""
-        if column == self._counted_column and number in self._counted:
-            return self._counted[number]
-        return self._with(number, lambda file: count_values(file, column))
-
-    def stored_settings(self) -> list[bytes | None]:
-        """Return what the first block here, and the first on the Hub, say of the settings they were made with."""
-        firsts = {min(numbers) for numbers in (self._closed_here(), self._on_hub()) if numbers}
-        return [self._with(number, settings_in) for number in sorted(firsts)]
-
-    def _with(self, number: int, look: Callable[[Any], LookedT]) -> LookedT:
-        """Look into a block's file, here or on the Hub."""
-        if number in self._closed_here():
-            with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
-                return look(self._local.path(number))
-
-        def look_there() -> LookedT:
-            with self._opened(number) as file:
-                return look(file)
-
-        return self._looked(look_there, f"reading {self.place.target.block_name(number)}")
 
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
@@ -7054,56 +7506,10 @@ class HubBlocks:
             block_size=REMOTE_BLOCK_BYTES,
         )
 
-    # What is written
-
-    def unpublished(self) -> bool:
-        """Whether closed blocks wait here for their commit."""
-        return bool(self._closed_here())
-
-    def remove_all(self) -> None:
-        """Forget the blocks of this split. On the Hub they go when the first new one is written, and for readers of the
-        target branch when all new ones are there."""
-        for number in self._closed_here():
-            self._local.path(number).unlink()
-        self._begins_anew = True
-        self._there = {}
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep a second run on this machine out of the staging folder, and upload what closes, until the end.
-
-        Leaving, all that is closed is committed, whatever the way out is. Raises `PublishError` where that fails.
-        """
-        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
-
-        with self._local.locked():
-            disable_progress_bars()  # those of uploads would break the lines that people read
-            self._uploads.measure_disk()
-            first_error = None
-            try:
-                yield
-            except BaseException as error:
-                first_error = error
-                raise
-            finally:
-                self._uploads.end(first_error)
-            self._there = None  # other shards have added theirs
-
-    def get_ready(self, *, to_write: bool) -> None:
-        """Open the work ref where it is needed, and send on their way the blocks that an earlier run left here.
-
-        Opening it shows, before any GPU time, whether we may write there.
-        """
-        leftovers = sorted(self._closed_here())
-        if to_write or leftovers:
-            self._looked(self._open_work_ref, "opening the ref that blocks are collected on")
-        for number in leftovers:
-            self._uploads.send(number)
-
-    def _open_work_ref(self) -> None:
+    def _open_to_write(self) -> None:
         repo_id, revision = self.place.repo_id, self.place.revision
         starts_empty = self._begins_anew or (self._work.find() is None and not has_branch(repo_id, revision))
-        self._at = self._uploads.revision = self._work.open(anew=self._begins_anew)
+        self._at = self._committer.revision = self._work.open(anew=self._begins_anew)
         if starts_empty:
             self._remove_inherited()
 
@@ -7120,15 +7526,6 @@ class HubBlocks:
                 revision=self._at,
                 commit_message=f"Start split {self.place.target} anew",
             )
-
-    def write(self, number: int, table: pa.Table) -> None:
-        """Write a block here and send it on its way; waits where too many are under way."""
-        self._uploads.wait_for_room()
-        self._local.write(number, table)
-        if self._counted_column in table.schema.names:
-            self._counted[number] = Counter(table[self._counted_column].to_pylist())
-        self._uploads.send(number)
-        self._uploads.raise_failure()
 
     def publish(self, whole: Whole) -> str | None:
         """Make the split visible to readers, in one commit, and look at it as they do; return its address.
@@ -7192,9 +7589,12 @@ class CommonOptions:
     """What every script takes that turns a dataset of pages into a dataset with text."""
 
     input: str = argument(
-        "Hub dataset id, folder of images, parquet file or folder, or a folder that save_to_disk wrote"
+        "Hub dataset id, hf://datasets/… or hf://buckets/… (a folder, file or pattern there), folder of images, "
+        "parquet file or folder, or a folder that save_to_disk wrote"
     )
-    output: str = argument("local folder, or Hub dataset id (namespace/name) to publish to")
+    output: str = argument(
+        "local folder, Hub dataset id (namespace/name) to publish to, hf://datasets/…@branch, or hf://buckets/…"
+    )
 
     config: str | None = option(None, "input", "dataset configuration (default: the only one)", metavar="NAME")
     split: str | None = option(None, "input", "split to read (default: the only one, or train)", metavar="NAME")
@@ -7747,6 +8147,15 @@ def blocks_of(run: Run, source: Source, plan: BlockPlan) -> Blocks:
             shard=way.shard,
             commit_every_s=way.commit_every_s,
         )
+    if output.bucket:
+        return BucketBlocks(
+            output.bucket,
+            plan.target,
+            output.folder,
+            private=is_private(run, source),
+            counted_column=f"{run.options.output_column}_status",
+            shard=way.shard,
+        )
     return BlockFolder(output.folder, plan.target, way.shard)
 
 
@@ -7756,7 +8165,7 @@ def input_name(run: Run, source: Source) -> str:
 
 
 def is_private(run: Run, source: Source) -> bool:
-    """Whether a new Hub dataset is to be private: as the input, unless the user says otherwise."""
+    """Whether a new dataset or bucket is to be private: as the input, unless the user says otherwise."""
     return run.options.private or (source.is_private and not run.options.public)
 
 
@@ -9549,8 +9958,9 @@ MOST_FILES_IN_A_FOLDER = 10_000
 
 def preflight(run: Run) -> None:
     """Open the input and check the output before any GPU time; raise `UsageError` where the run could not end well."""
-    if run.output.repo_id and not _only_looks(run):
-        check_token(run.output.repo_id, create_pr=run.output.create_pr)
+    if run.output.on_hub and not _only_looks(run):
+        is_bucket = run.output.bucket is not None
+        check_token(run.output.on_hub, create_pr=run.output.create_pr, proposable=not is_bucket)
     source = _open_input(run)
     check_columns(
         source.rows.schema,
@@ -9564,7 +9974,7 @@ def preflight(run: Run) -> None:
         check_output_is_ours(run)
     if run.options.jobs is None:  # which are written elsewhere
         check_disk(run)
-    if run.output.repo_id and len(plan) > MOST_FILES_IN_A_FOLDER:
+    if run.output.on_hub and len(plan) > MOST_FILES_IN_A_FOLDER:
         say(
             f"{len(plan)} block files are more than the Hub likes in a folder ({MOST_FILES_IN_A_FOLDER}); "
             f"--block-rows {-(-plan.num_rows // MOST_FILES_IN_A_FOLDER)} or more makes fewer"
@@ -9594,8 +10004,11 @@ def _open_input(run: Run) -> Source:
     )
 
 
-def check_token(repo_id: str, *, create_pr: bool = False) -> None:
-    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it."""
+def check_token(repo_id: str, *, create_pr: bool = False, proposable: bool = True) -> None:
+    """Raise `UsageError` where there is no token that may write to the output, or propose changes to it.
+
+    To a bucket no changes can be proposed.
+    """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -9618,7 +10031,7 @@ def check_token(repo_id: str, *, create_pr: bool = False) -> None:
         ) from error
     rights = rights_of(user, repo_id)
     if not (rights.proposes if create_pr else rights.writes):
-        otherwise = ", or open a pull request with --create-pr" if rights.proposes else ""
+        otherwise = ", or open a pull request with --create-pr" if rights.proposes and proposable else ""
         raise UsageError(f"output {repo_id!r}: {rights.lacks}; {rights.advice}{otherwise}")
 
 
@@ -9731,7 +10144,7 @@ def take_stock(run: Run) -> None:
     then its own pages are counted.
     """
     at = run.at
-    on_hub = run.output.repo_id is not None
+    on_hub = run.output.on_hub is not None
     if on_hub or run.way.shard.count > 1 or run.way.finishes:
         run.missing_blocks = run.missing()
         if at.blocks.unpublished() or run.missing_blocks:
@@ -9790,7 +10203,7 @@ def publish_whole(run: Run) -> None:
         plan,
         run.statuses.total(),
         schema_of(run),
-        card=lambda earlier: card_text(earlier, contents),
+        card=lambda earlier, written: card_text(earlier, contents, written),
         text_columns=new_columns(run.options.output_column),
         insists=run.way.finishes,
     )
@@ -9881,10 +10294,10 @@ def check_possible_there(run: Run) -> None:
             f"--jobs: the input {name!r} is here, where no job can read it; upload it first, "
             f"`hf upload NAMESPACE/NAME {shlex.quote(name)} --repo-type dataset`, and give that name as the input"
         )
-    if run.output.repo_id is None:
+    if run.output.on_hub is None:
         raise UsageError(
             f"--jobs: the output {str(run.output)!r} is a folder, and a job's disk goes with the job; "
-            "name a Hub dataset, NAMESPACE/NAME"
+            "name a Hub dataset, NAMESPACE/NAME, or hf://buckets/NAMESPACE/NAME"
         )
     if not Path(sys.argv[0]).is_file():
         raise UsageError(f"--jobs: the script must be a file to be submitted, and {sys.argv[0]!r} is none")
