@@ -71,13 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     complaints = fallen(result, baseline, options.tolerance) if baseline else []
     result["fallen"] = complaints if baseline else None
-    give(result, options, baseline)
+    written = give(result, options, baseline)
     for words in (*result["warnings"], *complaints):
         say(words)
     if baseline and not complaints:
         say(f"nothing fell behind {options.check_against} by more than {options.tolerance:.0%}")
     nothing = not any(level["answered"] for level in result["levels"])
-    return int(bool(complaints) or nothing or any(level["died"] for level in result["levels"]))
+    return int(not written or bool(complaints) or nothing or any(level["died"] for level in result["levels"]))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -308,14 +308,21 @@ def read_baseline(path: Path | None, levels: Sequence[int]) -> dict[str, Any] | 
     return dict(baseline)
 
 
-def give(result: dict[str, Any], options: argparse.Namespace, baseline: dict[str, Any] | None) -> None:
-    """Write the JSON and the plot."""
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    else:
-        print(json.dumps(result))
-    if options.plot:
-        draw_plot(options.plot, result, baseline)
+def give(result: dict[str, Any], options: argparse.Namespace, baseline: dict[str, Any] | None) -> bool:
+    """Write the JSON and the plot; return whether both could be. Where not, stdout has what was measured."""
+    words = json.dumps(result)
+    try:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+        else:
+            print(words, flush=True)
+        if options.plot:
+            draw_plot(options.plot, result, baseline)
+    except OSError as error:
+        say(f"endpoint.py: the result can't be written: {error}; here it is on stdout")
+        print(words)
+        return False
+    return True
 
 
 if __name__ == "__main__":

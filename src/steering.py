@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from .errors import UsageError
 from .gauges import Gauges
 from .memory import PageMeasure, own_rss, read_memory
-from .report import Tally
+from .report import Tally, say
 from .window import TICK_S, Window
 
 # What to change, by what bounded the run.
@@ -60,9 +60,17 @@ class Steering:
         )
         self.tally.bounded_by = line["bounded_by"]
         if self.telemetry:
-            self.telemetry.write(json.dumps(line) + "\n")
-            self.telemetry.flush()
+            self._keep(line, self.telemetry)
         return line
+
+    def _keep(self, line: dict[str, Any], telemetry: TextIO) -> None:
+        """Write a decision down; a full disk there is no reason to stop steering."""
+        try:
+            telemetry.write(json.dumps(line) + "\n")
+            telemetry.flush()
+        except OSError as error:
+            self.telemetry = None
+            say(f"--telemetry can't be written any more: {error.strerror}; the run goes on without it")
 
 
 @contextmanager
@@ -75,8 +83,11 @@ def telemetry_file(path: str | None) -> Iterator[TextIO | None]:
         file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
         raise UsageError(f"--telemetry {path!r} can't be written: {error.strerror}; name another file") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # said when it was written
+            file.close()
 
 
 def verdict(seconds_bound: dict[str, float]) -> str:

@@ -204,6 +204,15 @@ def test_an_endpoint_that_does_not_stream_or_is_not_there_is_named_before_any_le
     assert "start the server first" in told
 
 
+def test_a_result_that_can_not_be_written_is_on_stdout(pages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with StubVllm() as stub:
+        words = ["--pages", str(pages), "--concurrency", "1", "--requests", "2", "--json", "/dev/full"]
+        assert endpoint.main([stub.url, *words]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["levels"][0]["answered"] == 2
+    assert "can't be written" in told.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

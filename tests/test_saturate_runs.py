@@ -303,6 +303,9 @@ def test_telemetry_the_progress_line_and_the_verdict(
     other = saturate(stub, pages, tmp_path / "other", "--telemetry", str(tmp_path / "nowhere" / "t.jsonl"))
     assert other.code == 2
     assert "--telemetry" in other.advice
+    full = saturate(stub, pages, tmp_path / "full", "--telemetry", "/dev/full")
+    assert full.code == 0, full.stderr
+    assert full.stderr.count("--telemetry can't be written any more: No space left on device") == 1
 
 
 def test_a_server_without_gauges_is_filled_all_the_same(tmp_path: Path) -> None:
