@@ -11,9 +11,10 @@ import dataclasses
 import io
 import json
 import os
+import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,6 @@ class LLM:
 
     def __init__(self, model: str, max_model_len: int = 16384, **_: Any) -> None:
         self.model = model
-        self._pool = ThreadPoolExecutor(64)
         self._running: dict[Future[Any], str] = {}
         self._added = 0
         self.llm_engine = SimpleNamespace(
@@ -52,13 +52,26 @@ class LLM:
         """Begin to read one page; return its id."""
         self._added += 1
         request_id = str(self._added)
-        self._running[self._pool.submit(self._ask, conversations[0], sampling[0])] = request_id
+        self._running[self._begin(conversations[0], sampling[0])] = request_id
         return [f"{request_id}-abcdefgh"]
 
     def chat(self, conversations: list[Any], sampling: list[SamplingParams], **_: Any) -> list[Any]:
         """Read pages; raise if one of them can't be."""
-        answers = self._pool.map(self._ask, conversations, sampling)
-        return [_output("", answer) for answer in answers]
+        begun = [self._begin(*asked) for asked in zip(conversations, sampling, strict=True)]
+        return [_output("", answer.result()) for answer in begun]
+
+    def _begin(self, messages: list[Any], sampling: SamplingParams) -> Future[Any]:
+        """Ask in a thread that does not keep the process from ending."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._ask(messages, sampling))
+            except Exception as error:  # noqa: BLE001 - whoever waits raises it
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        return answer
 
     def _step(self) -> list[Any]:
         done, _ = wait(self._running, timeout=STEP_S, return_when=FIRST_COMPLETED)
