@@ -17,7 +17,7 @@ from src.hf_paths import HubPath
 from src.publish import check_output_is_apart, choose_output
 from tests.hub_here import forget_files, hub_here
 from tests.hub_server import HubServer, hub_env
-from tests.runs import SATURATE, SCRIPT, Running, assert_all_read, tag_of, wait_until, write_pages
+from tests.runs import SATURATE, SCRIPT, Running, assert_all_read, run_here, tag_of, wait_until, write_pages
 from tests.stub_vllm import DEFAULT_MODEL, StubVllm
 
 if TYPE_CHECKING:
@@ -213,6 +213,20 @@ def test_an_output_in_its_own_input_is_refused(read: str, written: str) -> None:
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_reads_a_bucket_and_writes_to_it_and_asks_nothing_again(hub: HubServer, tmp_path: Path) -> None:
+    hub.buckets.put("me/out", "in/pages.parquet", write_pages(tmp_path / "pages.parquet", 6).read_bytes())
+    with StubVllm("--read-tag") as stub:
+        words = ["--server", stub.url, "--model", DEFAULT_MODEL, "--block-rows", "4"]
+        for _ in range(2):
+            ended = run_here("hf://buckets/me/out/in", "hf://buckets/me/out/text", *words)
+            assert ended.code == 0, ended
+            assert stub.stats()["requests"] == 6
+    assert ended.line["rows_before"] == 6
+    assert all(f"tag {tag_of(number)}" in text for number, text in enumerate(as_read(), 1))
+    assert len(as_read()) == 6
+
+
+@pytest.mark.slow
 def test_a_run_from_bucket_to_bucket_that_is_killed_is_finished_on_another_machine_by_another_script(
     tmp_path: Path,
 ) -> None:
