@@ -56,7 +56,18 @@ CASES: dict[str, tuple[list[str], dict[str, str], str]] = {
     "a token for pull requests": (
         ["me/scans", "me/out"],
         {"HF_TOKEN": PR_TOKEN},
-        "the token of 'me' may not write to 'me/out' (its permissions there: discussion.write, repo.content.read)",
+        "the token of 'me' may not write to 'me/out' (its permissions there: discussion.write, repo.content.read); "
+        "give it write access to the contents of the repositories of 'me', or open a pull request with --create-pr",
+    ),
+    "a pull request on nothing": (
+        ["me/scans", "me/out", "--create-pr"],
+        {"HF_TOKEN": PR_TOKEN},
+        "--create-pr: there is no dataset 'me/out' to open a pull request on, or the token may not see it; create it",
+    ),
+    "a pull request by a token that reads": (
+        ["me/scans", "me/foreign", "--create-pr"],
+        {"HF_TOKEN": READ_TOKEN},
+        "output 'me/foreign': the token of 'me' can only read; use one that can write to 'me'",
     ),
     "a token for another dataset": (
         ["me/scans", "me/out"],
