@@ -17,9 +17,10 @@ from PIL import Image
 from src.models import catalogue
 from tests.nginx import proxy, write_config
 from tests.prometheus import SERVING
-from tests.runs import ROOT
+from tests.runs import ROOT, wait_until
 from tests.stub_vllm import StubVllm, data_url, tagged_png
 from tests.system_tools import system_tool
+from tests.test_router import Router, needs_router
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,6 +209,18 @@ def test_a_server_that_is_loading_a_wrong_key_and_a_wrong_model_are_told_apart(s
     assert_fails(smoke(stub.url, MODEL="other"), "models", "other is not served; served: lightonai/LightOnOCR-2-1B")
     stub.configure(health_status=503)
     assert_fails(smoke(stub.url), "health", "503: it is still loading")
+
+
+@needs_router
+def test_a_router_that_misses_a_server_and_goes_on_with_the_other_passes(tmp_path: Path) -> None:
+    with StubVllm("--fault", READS) as one, StubVllm("--fault", READS) as other:
+        notices = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+        with Router(tmp_path / "router.log", [one.url, other.url], *notices) as router:
+            one.kill()
+            wait_until(lambda: requests.get(f"{router.url}/health", timeout=30).status_code == 503, "it is missed")
+            done = smoke(router.url)
+    assert done.returncode == 0, done.stdout
+    assert "a router that misses a server" in done.stdout
 
 
 def test_where_nothing_listens_it_says_so() -> None:
