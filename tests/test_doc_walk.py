@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from src.models import DEFAULT_MODEL_ID
-from tests.hub_server import HubServer
+from tests.hub_server import HubServer, hub_env
 from tests.runs import PATIENCE_S, ROOT, load, write_pages
 from tests.servers import READABLE
 from tests.stub_vllm import StubVllm, install_fake_vllm, tagged_png
@@ -51,12 +51,14 @@ class Sandbox:
     folder: Path
     environment: dict[str, str]
     server: str
+    hub: HubServer
 
     def run(self, command: Command) -> subprocess.CompletedProcess[str]:
         """Run a command; what it would write is removed first, as commands of the page write to one `out/`."""
         words = [self._here(word) for word in command.words]
         if words[0].endswith("uv") and words[2] != "lighton-ocr-parity.py":
             shutil.rmtree(self.folder / words[4], ignore_errors=True)
+            self.hub.hub.repos.pop(("dataset", words[4]), None)
         return subprocess.run(
             words,
             cwd=self.folder,
@@ -100,17 +102,16 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     install_fake_vllm(programs, *FAULTS)
     names = ("--served-model-name", DEFAULT_MODEL_ID, "rapidocr")
     with HubServer() as hub, StubVllm(*names, *FAULTS) as stub:
+        hub.hub.orgs["namespace"] = {"me": "write"}
         hub.put_all("namespace/scans", [("data/train-00000-of-00001.parquet", parquet(folder))])
+        home = folder / "home"
         environment = {
-            **os.environ,
+            **hub_env(hub, home),
             "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-            "HOME": str(folder / "home"),
-            "HF_HOME": str(folder / "home"),
-            "HF_ENDPOINT": hub.url,
-            "HF_TOKEN": hub.token,
-            "XDG_CACHE_HOME": str(folder / "home" / "cache"),
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / "cache"),
         }
-        yield Sandbox(folder, environment, stub.url)
+        yield Sandbox(folder, environment, stub.url, hub)
 
 
 def parquet(folder: Path) -> bytes:
