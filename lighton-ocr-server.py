@@ -5871,9 +5871,18 @@ class RemoteBlocks(ABC):
             with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
                 return look(self._local.path(number))
 
-        def look_there() -> LookedT:
+        def look_once() -> LookedT:
             with self._opened(number) as file:
                 return look(file)
+
+        def look_there() -> LookedT:
+            from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+            try:
+                return look_once()
+            except (EntryNotFoundError, RevisionNotFoundError):  # another shard published, and put away what it was in
+                self._there = None
+                return look_once()
 
         return self._looked(look_there, f"reading {self.target.block_name(number)}")
 
@@ -5968,8 +5977,8 @@ class WorkRef(Protocol):
     def publish_to(self) -> str:
         """Return the revision that the finished split is committed to, created where it is not there."""
 
-    def close(self) -> None:
-        """Put it away: the split is published."""
+    def close(self, published: str) -> None:
+        """Put it away: what it held at the commit `published` is published. What came later stays for its run."""
 
     def address(self) -> str:
         """Return where people look at what was published."""
@@ -6003,7 +6012,7 @@ class WorkBranch:
         api = _api()
         api.create_repo(self.place.repo_id, repo_type="dataset", private=self.place.private, exist_ok=True)
         if anew:
-            self.close()
+            self._remove()
         start = self.place.revision if self._has_branch(self.place.revision) else MAIN
         api.create_branch(self.place.repo_id, branch=self.name, revision=start, repo_type="dataset", exist_ok=True)
         return self.name
@@ -6014,15 +6023,18 @@ class WorkBranch:
             _api().create_branch(self.place.repo_id, branch=self.place.revision, repo_type="dataset", exist_ok=True)
         return self.place.revision
 
-    def close(self) -> None:
+    def close(self, published: str) -> None:
+        """Remove it, if nothing came later: a shard that asks again about failed rows publishes its own."""
+        if head_of_branch(self.place.repo_id, self.name) == published:
+            self._remove()
+
+    def _remove(self) -> None:
         """Remove it; another run may have done so."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         if self._has_branch(self.name):
-            try:
+            with contextlib.suppress(RevisionNotFoundError):
                 _api().delete_branch(self.place.repo_id, branch=self.name, repo_type="dataset")
-            except RevisionNotFoundError:
-                return
 
     def address(self) -> str:
         """Return the dataset's page."""
@@ -6070,7 +6082,7 @@ class PullRequest:
         """Return its own ref: nothing is copied."""
         return self.open()
 
-    def close(self) -> None:
+    def close(self, published: str) -> None:
         """Mark it as ready to be merged."""
         for one in self._ours()[:1]:
             if one.status == "draft":
@@ -6080,6 +6092,11 @@ class PullRequest:
         """Return the page of the pull request; of the dataset where it was merged."""
         ours = self._ours()
         return str(ours[0].url) if ours else f"{_api().endpoint}/datasets/{self.place.repo_id}"
+
+    @functools.cached_property
+    def _author(self) -> str:
+        """The token's user, asked for once: the Hub does not like that question."""
+        return str(_api().whoami()["name"])
 
     def _ours(self) -> list[Any]:
         """Return our pull requests that are not closed, the oldest first."""
@@ -6105,13 +6122,18 @@ class PullRequest:
 
 def has_branch(repo_id: str, name: str) -> bool:
     """Whether a Hub dataset has this branch; False where there is no such dataset."""
+    return head_of_branch(repo_id, name) is not None
+
+
+def head_of_branch(repo_id: str, name: str) -> str | None:
+    """Return the last commit on a branch of a Hub dataset; None where there is no such branch or dataset."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         refs = _api().list_repo_refs(repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
-        return False
-    return any(branch.name == name for branch in refs.branches)
+        return None
+    return next((str(branch.target_commit) for branch in refs.branches if branch.name == name), None)
 
 
 def _api() -> Any:
@@ -6239,9 +6261,10 @@ class RemoteBlock:
 
 @dataclass(frozen=True)
 class Published:
-    """What readers see: at which commit, and the content of each block there."""
+    """What readers see: at which commit, and the content of each block there; `source` is what that was copied of."""
 
     commit: str
+    source: str
     oids: Mapping[int, str]
 
 
@@ -6265,12 +6288,14 @@ def blocks_at(place: Destination, revision: str) -> dict[int, RemoteBlock]:
 def card_at(repo_id: str, revision: str) -> str:
     """Return the card of a Hub dataset at a revision; nothing where there is none."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
         path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=revision)
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         return ""
+    except LocalEntryNotFoundError as error:  # the Hub did not answer: that is no word about the card
+        raise ConnectionError(f"the card of {repo_id} can't be read: {error.__cause__ or error}") from error
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -6286,9 +6311,18 @@ def publish(place: Destination, work: WorkRef, whole: Whole, kept: str) -> Publi
             "published. Start anew with --overwrite"
         )
     try:
-        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_differs(place, work, whole), f"publishing to {place}")
+        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_is_new(place, work, whole), f"publishing to {place}")
     except network_errors() as error:
         raise PublishError(f"publishing to {place} failed: {error}. {kept}") from error
+
+
+def _commit_what_is_new(place: Destination, work: WorkRef, whole: Whole) -> Published:
+    from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+    try:
+        return _commit_what_differs(place, work, whole)
+    except (EntryNotFoundError, RevisionNotFoundError):  # another shard has just published, and put the work ref away
+        return _commit_what_differs(place, work, whole)
 
 
 def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Published:
@@ -6327,7 +6361,7 @@ def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Pub
             parent_commit=head,
         )
         commit = str(made.oid)
-    return Published(commit, {number: ours[number].oid for number in numbers})
+    return Published(commit, source, {number: ours[number].oid for number in numbers})
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -7537,9 +7571,12 @@ class HubBlocks(RemoteBlocks):
         if collected or whole.insists:
             kept = f"{place_of(self.place, collected)} keeps all blocks; the same command goes on"
             published = publish(self.place, self._work, whole, kept)
+            self._at = published.commit  # the work ref goes, by our hand or another shard's
             first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
             verify(self.place, published, whole, first, kept)
-            self._looked(self._work.close, "putting away the ref that blocks were collected on")
+            self._looked(
+                lambda: self._work.close(published.source), "putting away the ref that blocks were collected on"
+            )
         return self._looked(self._work.address, "asking for its address")
 
     def collected(self) -> str:

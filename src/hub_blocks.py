@@ -89,9 +89,12 @@ class HubBlocks(RemoteBlocks):
         if collected or whole.insists:
             kept = f"{place_of(self.place, collected)} keeps all blocks; the same command goes on"
             published = publish(self.place, self._work, whole, kept)
+            self._at = published.commit  # the work ref goes, by our hand or another shard's
             first = self.read(0, list(whole.text_columns)).slice(0, 1).to_pylist()
             verify(self.place, published, whole, first, kept)
-            self._looked(self._work.close, "putting away the ref that blocks were collected on")
+            self._looked(
+                lambda: self._work.close(published.source), "putting away the ref that blocks were collected on"
+            )
         return self._looked(self._work.address, "asking for its address")
 
     def collected(self) -> str:

@@ -131,9 +131,10 @@ class RemoteBlock:
 
 @dataclass(frozen=True)
 class Published:
-    """What readers see: at which commit, and the content of each block there."""
+    """What readers see: at which commit, and the content of each block there; `source` is what that was copied of."""
 
     commit: str
+    source: str
     oids: Mapping[int, str]
 
 
@@ -157,12 +158,14 @@ def blocks_at(place: Destination, revision: str) -> dict[int, RemoteBlock]:
 def card_at(repo_id: str, revision: str) -> str:
     """Return the card of a Hub dataset at a revision; nothing where there is none."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
         path = hf_hub_download(repo_id, "README.md", repo_type="dataset", revision=revision)
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         return ""
+    except LocalEntryNotFoundError as error:  # the Hub did not answer: that is no word about the card
+        raise ConnectionError(f"the card of {repo_id} can't be read: {error.__cause__ or error}") from error
     return Path(path).read_text(encoding="utf-8")
 
 
@@ -178,9 +181,18 @@ def publish(place: Destination, work: WorkRef, whole: Whole, kept: str) -> Publi
             "published. Start anew with --overwrite"
         )
     try:
-        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_differs(place, work, whole), f"publishing to {place}")
+        return Patience(PUBLISH_FOR_S).call(lambda: _commit_what_is_new(place, work, whole), f"publishing to {place}")
     except network_errors() as error:
         raise PublishError(f"publishing to {place} failed: {error}. {kept}") from error
+
+
+def _commit_what_is_new(place: Destination, work: WorkRef, whole: Whole) -> Published:
+    from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+    try:
+        return _commit_what_differs(place, work, whole)
+    except (EntryNotFoundError, RevisionNotFoundError):  # another shard has just published, and put the work ref away
+        return _commit_what_differs(place, work, whole)
 
 
 def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Published:
@@ -219,4 +231,4 @@ def _commit_what_differs(place: Destination, work: WorkRef, whole: Whole) -> Pub
             parent_commit=head,
         )
         commit = str(made.oid)
-    return Published(commit, {number: ours[number].oid for number in numbers})
+    return Published(commit, source, {number: ours[number].oid for number in numbers})

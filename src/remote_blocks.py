@@ -124,9 +124,18 @@ class RemoteBlocks(ABC):
             with contextlib.suppress(FileNotFoundError):  # committed in this moment, and so removed here
                 return look(self._local.path(number))
 
-        def look_there() -> LookedT:
+        def look_once() -> LookedT:
             with self._opened(number) as file:
                 return look(file)
+
+        def look_there() -> LookedT:
+            from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
+
+            try:
+                return look_once()
+            except (EntryNotFoundError, RevisionNotFoundError):  # another shard published, and put away what it was in
+                self._there = None
+                return look_once()
 
         return self._looked(look_there, f"reading {self.target.block_name(number)}")
 

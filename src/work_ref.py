@@ -6,6 +6,8 @@ by any script, for any shard.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,8 +45,8 @@ class WorkRef(Protocol):
     def publish_to(self) -> str:
         """Return the revision that the finished split is committed to, created where it is not there."""
 
-    def close(self) -> None:
-        """Put it away: the split is published."""
+    def close(self, published: str) -> None:
+        """Put it away: what it held at the commit `published` is published. What came later stays for its run."""
 
     def address(self) -> str:
         """Return where people look at what was published."""
@@ -78,7 +80,7 @@ class WorkBranch:
         api = _api()
         api.create_repo(self.place.repo_id, repo_type="dataset", private=self.place.private, exist_ok=True)
         if anew:
-            self.close()
+            self._remove()
         start = self.place.revision if self._has_branch(self.place.revision) else MAIN
         api.create_branch(self.place.repo_id, branch=self.name, revision=start, repo_type="dataset", exist_ok=True)
         return self.name
@@ -89,15 +91,18 @@ class WorkBranch:
             _api().create_branch(self.place.repo_id, branch=self.place.revision, repo_type="dataset", exist_ok=True)
         return self.place.revision
 
-    def close(self) -> None:
+    def close(self, published: str) -> None:
+        """Remove it, if nothing came later: a shard that asks again about failed rows publishes its own."""
+        if head_of_branch(self.place.repo_id, self.name) == published:
+            self._remove()
+
+    def _remove(self) -> None:
         """Remove it; another run may have done so."""
         from huggingface_hub.errors import RevisionNotFoundError
 
         if self._has_branch(self.name):
-            try:
+            with contextlib.suppress(RevisionNotFoundError):
                 _api().delete_branch(self.place.repo_id, branch=self.name, repo_type="dataset")
-            except RevisionNotFoundError:
-                return
 
     def address(self) -> str:
         """Return the dataset's page."""
@@ -145,7 +150,7 @@ class PullRequest:
         """Return its own ref: nothing is copied."""
         return self.open()
 
-    def close(self) -> None:
+    def close(self, published: str) -> None:
         """Mark it as ready to be merged."""
         for one in self._ours()[:1]:
             if one.status == "draft":
@@ -155,6 +160,11 @@ class PullRequest:
         """Return the page of the pull request; of the dataset where it was merged."""
         ours = self._ours()
         return str(ours[0].url) if ours else f"{_api().endpoint}/datasets/{self.place.repo_id}"
+
+    @functools.cached_property
+    def _author(self) -> str:
+        """The token's user, asked for once: the Hub does not like that question."""
+        return str(_api().whoami()["name"])
 
     def _ours(self) -> list[Any]:
         """Return our pull requests that are not closed, the oldest first."""
@@ -180,13 +190,18 @@ class PullRequest:
 
 def has_branch(repo_id: str, name: str) -> bool:
     """Whether a Hub dataset has this branch; False where there is no such dataset."""
+    return head_of_branch(repo_id, name) is not None
+
+
+def head_of_branch(repo_id: str, name: str) -> str | None:
+    """Return the last commit on a branch of a Hub dataset; None where there is no such branch or dataset."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         refs = _api().list_repo_refs(repo_id, repo_type="dataset")
     except RepositoryNotFoundError:
-        return False
-    return any(branch.name == name for branch in refs.branches)
+        return None
+    return next((str(branch.target_commit) for branch in refs.branches if branch.name == name), None)
 
 
 def _api() -> Any:

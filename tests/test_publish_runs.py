@@ -108,8 +108,9 @@ def test_from_hub_to_hub_in_one_commit_and_again_without_asking(
     hub: HubServer, stub: StubVllm, tmp_path: Path, script: Path
 ) -> None:
     hub.repo("me/scans").private = True
-    ended = run(stub, script=script)
+    ended = run(stub, "--show", "1", script=script)
     assert ended.code == 0, ended
+    assert " (ok) ──" in ended.stderr
     assert [commit.title for commit in hub.commits("me/text")] == ["initial commit", "Text of split train"]
     assert branches(hub) == {"main"}
     assert hub.repo("me/text").private
@@ -395,31 +396,98 @@ def test_four_writers_publish_at_once_and_no_card_loses_the_configuration_of_ano
     assert branches(hub) == {"main"}
 
 
-def test_a_shard_that_still_writes_when_another_has_published_collects_anew_and_publishes_again(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    target = Target("train")
-    plan, schema = BlockPlan(target, 4, 2), pa.schema({"markdown": pa.string()})
+TWO_BLOCKS = BlockPlan(Target("train"), 4, 2)
+TEXTS = pa.schema({"markdown": pa.string()})
 
-    def whole() -> Whole:
-        contents = CardContents("me/scans", plan, {"ok": 4}, {}, "uv run it")
-        return Whole(plan, 4, schema, lambda earlier, written: card_text(earlier, contents, written), schema.names)
 
-    first, second = (HubBlocks(Destination("me/text", target), tmp_path / str(index)) for index in range(2))
+def two_blocks() -> Whole:
+    contents = CardContents("me/scans", TWO_BLOCKS, {"ok": 4}, {}, "uv run it")
+    return Whole(TWO_BLOCKS, 4, TEXTS, lambda earlier, written: card_text(earlier, contents, written), TEXTS.names)
+
+
+def texts(*values: str) -> pa.Table:
+    return pa.table({"markdown": values}, schema=TEXTS)
+
+
+def two_runs(tmp_path: Path) -> tuple[HubBlocks, HubBlocks]:
+    """Two runs on one split, on two machines; the first has collected all, and the second knows it."""
+    place = Destination("me/text", TWO_BLOCKS.target)
+    first, second = (HubBlocks(place, tmp_path / str(index)) for index in range(2))
     with first.locked():
         first.get_ready(to_write=True)
         for number in range(2):
-            first.write(number, pa.table({"markdown": ["a", "b"]}, schema=schema))
+            first.write(number, texts("a", "b"))
+    assert second.closed() == {0, 1}
+    return first, second
+
+
+def test_a_shard_that_still_writes_when_another_has_published_collects_anew_and_publishes_again(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    first, second = two_runs(tmp_path)
     with second.locked():
         second.get_ready(to_write=True)
-        first.publish(whole())
+        first.publish(two_blocks())
         assert branches(hub) == {"main"}
-        second.write(1, pa.table({"markdown": ["c", "d"]}, schema=schema))
+        second.write(1, texts("c", "d"))
     assert branches(hub) == {"main", "unfinished-train"}
     assert as_read()["markdown"][:] == ["a", "b", "a", "b"]
-    second.publish(whole())
+    second.publish(two_blocks())
     assert as_read()["markdown"][:] == ["a", "b", "c", "d"]
     assert branches(hub) == {"main"}
+
+
+def test_what_another_shard_collects_while_one_publishes_is_not_put_away_unpublished(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two_runs(tmp_path)
+    close = first._work.close
+
+    def close_late(published: str) -> None:
+        with second.locked():
+            second.get_ready(to_write=True)
+            second.write(1, texts("c", "d"))
+        close(published)
+
+    monkeypatch.setattr(first._work, "close", close_late)
+    first.publish(two_blocks())
+    assert as_read()["markdown"][:] == ["a", "b", "a", "b"]
+    second.publish(two_blocks())
+    assert as_read()["markdown"][:] == ["a", "b", "c", "d"]
+    assert branches(hub) == {"main"}
+
+
+def test_two_shards_that_find_all_blocks_publish_once_and_neither_fails(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two_runs(tmp_path)
+    find = second._work.find
+
+    def find_before_it_is_put_away() -> str | None:
+        found = find()
+        if found:
+            first.publish(two_blocks())
+        return found
+
+    assert second.count(0, "markdown") == {"a": 1, "b": 1}
+    monkeypatch.setattr(second._work, "find", find_before_it_is_put_away)
+    assert second.publish(two_blocks()) == f"{hub.url}/datasets/me/text"
+    assert second.count(0, "markdown") == {"a": 1, "b": 1}, "its branch is gone, and the blocks are on main"
+    assert len(hub.commits("me/text")) == 2
+    assert branches(hub) == {"main"}
+
+
+def test_a_card_that_the_hub_does_not_hand_out_is_not_taken_for_none(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("src.patience.FIRST_NETWORK_PAUSE_S", 0.01)
+    hub.put("me/text", "README.md", b"---\nlicense: mit\n---\n\n# Of people\n")
+    first, _ = two_runs(tmp_path)
+    hub.fail("HEAD", "README.md", 403, times=1)  # which the client does not try again
+    first.publish(two_blocks())
+    data, text = card_of(hub)
+    assert data["license"] == "mit"
+    assert "# Of people" in text
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
