@@ -5420,12 +5420,12 @@ def card_text(earlier: str, contents: CardContents, written: str = "") -> str:
     target = contents.plan.target
     data, text = _taken_apart(earlier)
     described_by_people = "size_categories" in data and not OUR_SECTION.search(text)
-    configs = _with_split(data.get("configs") or [], target)
+    configs = _with_split(_listed(data.get("configs")), target)
     if written:
         ours = next(config for config in configs if config["config_name"] == target.config)
         ours["description"] = f"{sum(contents.statuses.values())} rows of {target.split}, the last written {written}"
     data["configs"] = configs
-    data["tags"] = sorted({*(data.get("tags") or []), "ocr", "uv-script", *contents.tags})
+    data["tags"] = sorted({*map(str, _listed(data.get("tags"))), "ocr", "uv-script", *contents.tags})
     _forget_features(data, target)
     body = _with_section(text, target, _section(contents))
     if not described_by_people:
@@ -5447,29 +5447,43 @@ def size_category(rows: int) -> str:
 
 
 def _taken_apart(card: str) -> tuple[dict[str, Any], str]:
-    """Return (YAML, text) of a card."""
+    """Return (YAML, text) of a card; YAML that nobody can read stays, as text."""
+    import yaml
     from huggingface_hub import DatasetCard
 
     if not card.startswith("---"):
         return {}, card
-    parsed = DatasetCard(card, ignore_metadata_errors=True)
+    try:
+        parsed = DatasetCard(card, ignore_metadata_errors=True)
+    except (yaml.YAMLError, ValueError):
+        return {}, card
     return dict(parsed.data.to_dict()), str(parsed.text)  # type: ignore[no-untyped-call]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return what people wrote as a list: one entry need not be in one."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _with_split(configs: Iterable[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
     """Return the card's configurations with the split in its own; `default` stands first."""
-    all_of_them = {str(config.get("config_name")): dict(config) for config in configs}
+    all_of_them = {str(config.get("config_name", DEFAULT_CONFIG)): dict(config) for config in configs}
     ours = all_of_them.setdefault(target.config, {"config_name": target.config})
-    files = [file for file in ours.get("data_files") or [] if isinstance(file, dict)]
-    others = [file for file in files if file.get("split") != target.split]
+    said = _listed(ours.get("data_files"))
+    files = [file for file in said if isinstance(file, Mapping)]
+    paths = [file for file in said if isinstance(file, str)]  # which are of the split `train`, as `datasets` reads it
+    others = [file for file in [*files, *_in_train(paths)] if file.get("split") != target.split]
     ours["data_files"] = [*others, {"split": target.split, "path": target.pattern}]
     return sorted(all_of_them.values(), key=lambda config: config["config_name"] != DEFAULT_CONFIG)
 
 
+def _in_train(paths: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"split": "train", "path": [*paths]}] if paths else []
+
+
 def _forget_features(data: dict[str, Any], target: Target) -> None:
     """Drop what is said of our configuration's features: they stand in the files, an older run's would be wrong."""
-    said = data.pop("dataset_info", None) or []
-    infos = [said] if isinstance(said, dict) else said
+    infos = [info for info in _listed(data.pop("dataset_info", None)) if isinstance(info, Mapping)]
     kept = [info for info in infos if info.get("config_name", DEFAULT_CONFIG) != target.config]
     if kept:
         data["dataset_info"] = kept

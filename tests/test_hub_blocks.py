@@ -53,7 +53,7 @@ class Api:
 
     def list_repo_refs(self, *_: Any, **__: Any) -> SimpleNamespace:
         self._answer()
-        return SimpleNamespace(branches=[SimpleNamespace(name=name) for name in self.branches])
+        return SimpleNamespace(branches=[SimpleNamespace(name=name, target_commit="0") for name in self.branches])
 
     def create_repo(self, *_: Any, **__: Any) -> None:
         self._answer()

@@ -125,6 +125,24 @@ def test_each_split_has_a_section_and_publishing_one_leaves_the_others_alone() -
     assert card(again, ok=9, error=1) == again
 
 
+@pytest.mark.parametrize("head", ["license: [", "only words", "a: b: c"])
+def test_yaml_that_nobody_can_read_is_kept_as_text(head: str) -> None:
+    text = card(f"---\n{head}\n---\n\n# Mine\n")
+    assert yaml.safe_load(text.split("---\n")[1])["configs"]
+    assert f"{head}\n---\n\n# Mine" in text
+    assert card(text) == text
+
+
+def test_one_tag_and_one_path_need_be_in_no_list() -> None:
+    head = "tags: history\nconfigs:\n- config_name: default\n  data_files: pages/*.csv\n"
+    data = yaml.safe_load(card(f"---\n{head}---\n", plan=BlockPlan(Target("test"), 10, 4)).split("---")[1])
+    assert data["tags"] == ["LightOnOCR-2-1B", "history", "ocr", "uv-script"]
+    assert data["configs"][0]["data_files"] == [
+        {"split": "train", "path": ["pages/*.csv"]},
+        {"split": "test", "path": "data/test-*.parquet"},
+    ]
+
+
 def test_what_people_say_of_the_size_is_kept() -> None:
     earlier = "---\nsize_categories:\n- 1M<n<10M\n---\n\nOurs.\n"
     assert yaml.safe_load(card(earlier).split("---")[1])["size_categories"] == ["1M<n<10M"]
