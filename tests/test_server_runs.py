@@ -761,7 +761,7 @@ def test_a_command_line_that_does_not_fit_is_exit_code_2_and_touches_nothing(
 
 INPUTS = {
     "missing file": (["./no/such/scans"], ["'./no/such/scans': no such file or folder", "not a Hub dataset id"]),
-    "unreachable Hub dataset": (["me/scans"], ["'me/scans' can't be read as a dataset"]),
+    "unreachable Hub dataset": (["me/scans"], ["'me/scans' can't be read as a dataset"]),  # asked for half a minute
     "text file": (["{tmp}/notes.txt"], ["is a file but not parquet"]),
     "broken parquet": (["{tmp}/broken.parquet"], ["can't be read as a dataset", "broken.parquet"]),
     "folder of texts": (["{tmp}/texts"], ["--image-column"]),
@@ -773,7 +773,9 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("what", INPUTS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if "unreachable" in what else ()) for what in INPUTS]
+)
 def test_an_input_that_does_not_fit_is_refused_with_what_there_is(
     tmp_path: Path, pages: Path, stub: StubVllm, what: str
 ) -> None:
