@@ -3955,6 +3955,7 @@ FOOTER_THREADS = 16
 MOST_READ_AHEAD_BYTES = 128 * 1024**2  # a larger row group is not fetched whole but piece by piece
 PIECE_BYTES = 8 * 1024**2
 REMOTE_AHEAD_BYTES = 256 * 1024  # fetched beyond what is asked for; a row group is asked for in one piece
+READS_OF_DAMAGED = 3  # before what can't be decoded is called damaged
 BATCH_ROWS = 64  # rows decoded at once out of a row group: what bounds memory when a row group is a whole file
 
 
@@ -4018,10 +4019,22 @@ class ParquetRows:
         place = f"reading {group.file}, row group {group.index},"
         try:
             if "://" in group.file:
-                return self._patience.call(lambda: self._sought(address), place)
+                damages = itertools.count(1)
+                return self._patience.call(lambda: self._sought_from_afar(address, place, damages), place)
             return self._sought(address)
         except (*network_errors(), pa.ArrowInvalid) as error:
             raise SourceError(f"{place} failed: {error}; run again to resume") from error
+
+    def _sought_from_afar(self, address: int, place: str, damages: Iterator[int]) -> tuple[int, pa.Table]:
+        """Do as `_sought`. Bytes that pyarrow makes no sense of may have been cut on their way, but not every time."""
+        try:
+            return self._sought(address)
+        except OSError as error:
+            if type(error) is OSError and error.errno is None and next(damages) >= READS_OF_DAMAGED:
+                raise SourceError(
+                    f"{place} failed {READS_OF_DAMAGED} times: {error}; the file is damaged: upload it anew"
+                ) from error
+            raise
 
     def _sought(self, address: int) -> tuple[int, pa.Table]:
         """Go on in the open stream to the batch that holds `address`; a stream that breaks is opened anew next time."""

@@ -350,6 +350,18 @@ def test_a_source_that_stays_away_ends_the_run_with_what_to_do(
     assert len(failures) == 1, "what can't pass is not tried again"
 
 
+def test_a_far_file_whose_bytes_are_damaged_ends_the_run_soon_and_one_that_was_cut_on_its_way_does_not(
+    far_rows: tuple[ParquetRows, list[Exception], list[str]],
+) -> None:
+    rows, failures, _ = far_rows
+    failures += [OSError("Corrupt snappy compressed data.")] * 2
+    assert ids(rows.read(range(10))) == list(range(10))
+    failures += [OSError("Corrupt snappy compressed data.")] * 1000
+    with pytest.raises(SourceError, match=r"row group 0, failed 3 times: Corrupt snappy .* upload it anew"):
+        rows.read(range(200, 210))
+    assert len(failures) == 997
+
+
 def test_a_run_that_ends_waits_for_no_source(far_rows: tuple[ParquetRows, list[Exception], list[str]]) -> None:
     rows, failures, _ = far_rows
     failures += [ConnectionError("gone")] * 1000
