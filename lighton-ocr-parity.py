@@ -1271,6 +1271,7 @@ def build_parity_parser() -> argparse.ArgumentParser:
     """The options, each with its default and unit."""
     parser = argparse.ArgumentParser(
         prog=PROG,
+        usage=f"{PROG} [OPTIONS] A B",
         allow_abbrev=False,
         description="Compare two OCR results page by page.",
         epilog="exit codes: 0 compared · 1 a result unreadable half-way, or past a --fail limit · 2 usage or input",

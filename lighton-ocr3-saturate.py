@@ -7856,6 +7856,7 @@ def make_parser(
     """Make the parser of an options dataclass."""
     parser = argparse.ArgumentParser(
         prog=prog,
+        usage=f"{prog} [OPTIONS] INPUT OUTPUT [-- WORDS FOR THE ENGINE]",
         description=description,
         epilog=epilog,
         allow_abbrev=False,
@@ -9014,7 +9015,11 @@ def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
     """
     if wanted.command is None:
         if shutil.which("vllm") is None:
-            raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
+            raise EngineError(
+                f"nothing answers at {wanted.url}, and there is no `vllm` command on this machine to start at "
+                f"{host}:{port}. Is the server that you mean still starting? Wait until {host}:{port}/health answers.\n"
+                f"{wanted.hint}"
+            )
         return [
             "vllm",
             "serve",

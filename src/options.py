@@ -247,6 +247,7 @@ def make_parser(
     """Make the parser of an options dataclass."""
     parser = argparse.ArgumentParser(
         prog=prog,
+        usage=f"{prog} [OPTIONS] INPUT OUTPUT [-- WORDS FOR THE ENGINE]",
         description=description,
         epilog=epilog,
         allow_abbrev=False,

@@ -233,7 +233,11 @@ def server_command(wanted: Wanted, host: str, port: int) -> list[str]:
     """
     if wanted.command is None:
         if shutil.which("vllm") is None:
-            raise EngineError(f"no `vllm` command on this machine to start at {host}:{port}.\n{wanted.hint}")
+            raise EngineError(
+                f"nothing answers at {wanted.url}, and there is no `vllm` command on this machine to start at "
+                f"{host}:{port}. Is the server that you mean still starting? Wait until {host}:{port}/health answers.\n"
+                f"{wanted.hint}"
+            )
         return [
             "vllm",
             "serve",

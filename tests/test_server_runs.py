@@ -586,7 +586,10 @@ def test_a_local_address_where_nothing_runs_needs_vllm_too(
     pages = write_pages(tmp_path / "pages.parquet", 2)
     ended = run_here(pages, tmp_path / "out", "--server", f"http://127.0.0.1:{free_port}")
     assert ended.code == 1
-    assert f"no `vllm` command on this machine to start at 127.0.0.1:{free_port}" in ended.line["message"]
+    assert (
+        f"nothing answers at http://127.0.0.1:{free_port}, and there is no `vllm` command on" in ended.line["message"]
+    )
+    assert f"Wait until 127.0.0.1:{free_port}/health answers." in ended.line["message"]
     assert "hf jobs uv run --image vllm/vllm-openai:v0.22.1" in ended.stderr
 
 
