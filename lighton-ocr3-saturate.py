@@ -5408,6 +5408,7 @@ OUR_SECTION = re.compile(
     re.DOTALL,
 )
 SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+ASKED_FIRST = ("model", "model_revision", "engine", "flavor", "date", "speed", "cost")  # what people look for first
 
 
 @dataclass(frozen=True)
@@ -5519,19 +5520,25 @@ def _section(contents: CardContents) -> str:
     done = sum(contents.statuses.values())
     counts = ", ".join(f"{contents.statuses.get(status, 0)} {status}" for status in STATUSES)
     unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in contents.facts.items() if value not in (None, ""))
+    known = {key: value for key, value in contents.facts.items() if value not in (None, "", [])}
+    facts = sorted(known.items(), key=lambda fact: fact[0] not in ASKED_FIRST)
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts)
     begin, end = CARD_BEGIN, CARD_END
     return (
         f"{begin.format(target=_in_markers(plan.target), rows=done)}\n"
         f"# Text of {contents.input_name}\n{'' if done == plan.num_rows else unfinished}\n"
         f"The rows of split `{plan.target}`, in their order, with the text that was read from each page. "
         f"Source dataset: `{contents.input_name}`.\n\n"
-        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
+        f"{done} rows: {counts}.\n\n| what | value |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
         f"{end.format(target=_in_markers(plan.target))}"
     )
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
@@ -5678,6 +5685,11 @@ class Uploads:
         self._failure: PublishError | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the run was told to end, and has little time left."""
+        return self._patience.is_hurried
+
     def measure_disk(self) -> None:
         """Find out how many bytes may wait here."""
         self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
@@ -5700,10 +5712,10 @@ class Uploads:
 
     def end(self, first_error: BaseException | None) -> None:
         """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
         if isinstance(first_error, Interrupted):
             self._patience.hurry(HURRY_S)
+        if self._thread is None:
+            return
         self._waiting.put(None)
         try:
             self._thread.join()
@@ -5833,6 +5845,13 @@ class RemoteBlocks(ABC):
     def _opened(self, number: int) -> Any:
         """Open a block that is on the Hub."""
 
+    def _bytes_of(self, number: int) -> int:
+        """Return the size of a block that is on the Hub."""
+        size = self._on_hub().get(number)
+        if size is None:
+            raise PublishError(f"{self.where(number)} was removed by somebody; run again to write it anew")
+        return size
+
     @abstractmethod
     def _open_to_write(self) -> None:
         """Make ready what blocks are collected in; fail where we may not write there."""
@@ -5865,8 +5884,9 @@ class RemoteBlocks(ABC):
         self._there = {**self._on_hub(), **committed}
 
     def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        retry_for_s = HURRY_S if self._uploads.is_hurried else LOOK_RETRY_S
         try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self._name}: {what}")
+            return Patience(retry_for_s).call(look, f"{self._name}: {what}")
         except network_errors() as error:
             raise PublishError(f"{self._name}: {what} failed: {error}; run again to go on") from error
 
@@ -6016,7 +6036,11 @@ def work_ref(place: Destination) -> WorkRef:
 
 
 def branch_name(place: Destination) -> str:
-    """Name the work branch of a destination; no two have the same."""
+    """Name the work branch of a destination: another for each split, configuration and target branch.
+
+    A slash in the target's name becomes `--`, so that `a/b` and `a--b` share one; their blocks tell by their settings
+    whether they may be mixed.
+    """
     split = str(place.target).replace("/", "-")
     at = "" if place.revision == MAIN else f"--at--{place.revision.replace('/', '--')}"
     return f"unfinished-{split}{at}"
@@ -6625,7 +6649,7 @@ class BucketBlocks(RemoteBlocks):
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
 
-        size = self._on_hub()[number]
+        size = self._bytes_of(number)
         name = self._folder.name(number, collected=self._places.get(number, True))
         return HfFileSystem().open(
             f"{HUB_SCHEME}buckets/{self.at.repo_id}/{name}", "rb", size=size, block_size=REMOTE_BLOCK_BYTES
@@ -6683,7 +6707,19 @@ class BucketBlocks(RemoteBlocks):
             self._write_card(whole, written)
             self._verify(whole, ours, kept)
             self._write_card(whole, written)  # another run may have written the one that it read before
-        self._remove([*(file.path for file in found.collected.values()), *found.markers])
+        self._tidy_up(found)
+
+    def _tidy_up(self, published: Collected) -> None:
+        """Remove what was published from where it was collected; what another shard has put there since stays."""
+        still = self._look()
+        copied = [
+            file.path
+            for number, file in still.collected.items()
+            if number in published.collected and file.xet_hash == published.collected[number].xet_hash
+        ]
+        # what readers see is of this run now, in any case
+        stale = still.markers if len(copied) == len(still.collected) else [self._folder.marker("anew")]
+        self._remove([*copied, *(marker for marker in stale if marker in still.markers)])
 
     def _write_card(self, whole: Whole, written: str) -> None:
         """Write the card, and look whether it is there: of two runs that write it at once the later one wins."""
@@ -7563,7 +7599,7 @@ class HubBlocks(RemoteBlocks):
             f"datasets/{self.place.repo_id}/{self.place.target.block_name(number)}",
             "rb",
             revision=self._at,
-            size=self._on_hub()[number],
+            size=self._bytes_of(number),
             block_size=REMOTE_BLOCK_BYTES,
         )
 
@@ -8150,7 +8186,8 @@ class Run:
 
     def surely_asks(self) -> bool:
         """Whether an engine is needed for all that can be told before anything is opened: no block is here yet."""
-        some_are_here = any(self.output.folder.glob("data/*.parquet"))
+        blocks = self.output.folder / (self.options.output_config or DEFAULT_FOLDER)
+        some_are_here = any(blocks.glob("*.parquet"))
         return self.options.overwrite or not (self.way.finishes or some_are_here)
 
     def missing(self) -> list[int]:
@@ -9357,7 +9394,7 @@ class Submission:
             f"secrets: {', '.join(self.secrets) or 'none'}",
             f"labels: {', '.join(f'{key}={value}' for key, value in self.labels.items())}",
             *(
-                f"  shard {job.index} of {job.count}, {job.pages} pages: "
+                f"  shard {job.index} of {job.count}, {plural(job.pages, 'page')}: "
                 f"{shlex.join(['uv', 'run', self.script.name, *job.words])}"
                 for job in self.jobs
             ),
@@ -10187,6 +10224,8 @@ def carry_out(run: Run, ask_all: AskAll) -> int:
         except Exception as error:
             say_end(run, 1, f"{type(error).__name__}: {error}")
             raise
+        if code and run.options.overwrite:
+            message += " (without --overwrite, which starts anew)"
         if code:
             say(f"{run.script}: {message}")
         say_end(run, code, message)
@@ -10285,7 +10324,7 @@ def publish_whole(run: Run) -> None:
         schema_of(run),
         card=lambda earlier, written: card_text(earlier, contents, written),
         text_columns=new_columns(run.options.output_column),
-        insists=run.way.finishes,
+        insists=run.way.finishes or bool(run.tally and run.tally.done),
     )
     where = blocks.publish(whole)
     if where:
@@ -10394,7 +10433,7 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
     labels = {
         "script": label_text(Path(run.script).stem),
         "model": label_text(options.model),
-        "output": label_text(str(run.output)),
+        "output": label_text(_destination(run)),
         "split": label_text(str(run.at.plan.target)),
     }
     namespace = find_namespace(options.jobs_namespace)
@@ -10418,6 +10457,12 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
         running=running,
         estimate=estimate,
     )
+
+
+def _destination(run: Run) -> str:
+    """Name what the jobs write to: two branches of one dataset are two things."""
+    at = "pull-request" if run.output.create_pr else run.output.revision
+    return str(run.output) if at == MAIN else f"{run.output}@{at}"
 
 
 def shard_jobs(run: Run, count: int) -> list[ShardJob]:
@@ -10601,6 +10646,9 @@ def hand_out(run: Run, hosting: Hosting) -> int:
         message, code = f"interrupted; {_what_runs(handout)}", 130
     except JobError as error:
         message, code = str(error), error.exit_code
+    except Exception as error:
+        say_to_programs(handout.json_line(1, f"{type(error).__name__}: {error}"))
+        raise
     if code:
         say(f"{run.script}: {message}")
     say_to_programs(handout.json_line(code, message))
@@ -10642,7 +10690,8 @@ def submit(handout: Handout) -> None:
     order = handout.submission
     assert order is not None
     api = HfApi()
-    failures: tuple[type[Exception], ...] = (*network_errors(), ValueError)
+    # hf_xet, which takes a local script to the Hub, raises `RuntimeError` where the network fails
+    failures: tuple[type[Exception], ...] = (*network_errors(), ValueError, RuntimeError)
     for job in order.jobs:
         try:
             info = _submit_one(api, order, job)

@@ -160,7 +160,7 @@ class BucketBlocks(RemoteBlocks):
     def _opened(self, number: int) -> Any:
         from huggingface_hub import HfFileSystem
 
-        size = self._on_hub()[number]
+        size = self._bytes_of(number)
         name = self._folder.name(number, collected=self._places.get(number, True))
         return HfFileSystem().open(
             f"{HUB_SCHEME}buckets/{self.at.repo_id}/{name}", "rb", size=size, block_size=REMOTE_BLOCK_BYTES
@@ -218,7 +218,19 @@ class BucketBlocks(RemoteBlocks):
             self._write_card(whole, written)
             self._verify(whole, ours, kept)
             self._write_card(whole, written)  # another run may have written the one that it read before
-        self._remove([*(file.path for file in found.collected.values()), *found.markers])
+        self._tidy_up(found)
+
+    def _tidy_up(self, published: Collected) -> None:
+        """Remove what was published from where it was collected; what another shard has put there since stays."""
+        still = self._look()
+        copied = [
+            file.path
+            for number, file in still.collected.items()
+            if number in published.collected and file.xet_hash == published.collected[number].xet_hash
+        ]
+        # what readers see is of this run now, in any case
+        stale = still.markers if len(copied) == len(still.collected) else [self._folder.marker("anew")]
+        self._remove([*copied, *(marker for marker in stale if marker in still.markers)])
 
     def _write_card(self, whole: Whole, written: str) -> None:
         """Write the card, and look whether it is there: of two runs that write it at once the later one wins."""

@@ -21,6 +21,7 @@ OUR_SECTION = re.compile(
     re.DOTALL,
 )
 SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+ASKED_FIRST = ("model", "model_revision", "engine", "flavor", "date", "speed", "cost")  # what people look for first
 
 
 @dataclass(frozen=True)
@@ -132,19 +133,25 @@ def _section(contents: CardContents) -> str:
     done = sum(contents.statuses.values())
     counts = ", ".join(f"{contents.statuses.get(status, 0)} {status}" for status in STATUSES)
     unfinished = f"\n**Unfinished**: {done} of {plan.num_rows} rows; the same command goes on.\n"
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in contents.facts.items() if value not in (None, ""))
+    known = {key: value for key, value in contents.facts.items() if value not in (None, "", [])}
+    facts = sorted(known.items(), key=lambda fact: fact[0] not in ASKED_FIRST)
+    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts)
     begin, end = CARD_BEGIN, CARD_END
     return (
         f"{begin.format(target=_in_markers(plan.target), rows=done)}\n"
         f"# Text of {contents.input_name}\n{'' if done == plan.num_rows else unfinished}\n"
         f"The rows of split `{plan.target}`, in their order, with the text that was read from each page. "
         f"Source dataset: `{contents.input_name}`.\n\n"
-        f"{done} rows: {counts}.\n\n| | |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
+        f"{done} rows: {counts}.\n\n| what | value |\n|---|---|\n{rows}\n\n```bash\n{contents.command}\n```\n"
         f"{end.format(target=_in_markers(plan.target))}"
     )
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 

@@ -55,6 +55,8 @@ def carry_out(run: Run, ask_all: AskAll) -> int:
         except Exception as error:
             say_end(run, 1, f"{type(error).__name__}: {error}")
             raise
+        if code and run.options.overwrite:
+            message += " (without --overwrite, which starts anew)"
         if code:
             say(f"{run.script}: {message}")
         say_end(run, code, message)
@@ -153,7 +155,7 @@ def publish_whole(run: Run) -> None:
         schema_of(run),
         card=lambda earlier, written: card_text(earlier, contents, written),
         text_columns=new_columns(run.options.output_column),
-        insists=run.way.finishes,
+        insists=run.way.finishes or bool(run.tally and run.tally.done),
     )
     where = blocks.publish(whole)
     if where:

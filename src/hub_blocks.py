@@ -55,7 +55,7 @@ class HubBlocks(RemoteBlocks):
             f"datasets/{self.place.repo_id}/{self.place.target.block_name(number)}",
             "rb",
             revision=self._at,
-            size=self._on_hub()[number],
+            size=self._bytes_of(number),
             block_size=REMOTE_BLOCK_BYTES,
         )
 

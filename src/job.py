@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .blocks import BlockFolder, BlockPlan, Blocks, statuses_of
+from .blocks import DEFAULT_FOLDER, BlockFolder, BlockPlan, Blocks, statuses_of
 from .bucket_blocks import BucketBlocks
 from .columns import output_schema
 from .errors import UsageError
@@ -88,7 +88,8 @@ class Run:
 
     def surely_asks(self) -> bool:
         """Whether an engine is needed for all that can be told before anything is opened: no block is here yet."""
-        some_are_here = any(self.output.folder.glob("data/*.parquet"))
+        blocks = self.output.folder / (self.options.output_config or DEFAULT_FOLDER)
+        some_are_here = any(blocks.glob("*.parquet"))
         return self.options.overwrite or not (self.way.finishes or some_are_here)
 
     def missing(self) -> list[int]:

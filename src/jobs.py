@@ -106,6 +106,9 @@ def hand_out(run: Run, hosting: Hosting) -> int:
         message, code = f"interrupted; {_what_runs(handout)}", 130
     except JobError as error:
         message, code = str(error), error.exit_code
+    except Exception as error:
+        say_to_programs(handout.json_line(1, f"{type(error).__name__}: {error}"))
+        raise
     if code:
         say(f"{run.script}: {message}")
     say_to_programs(handout.json_line(code, message))
@@ -147,7 +150,8 @@ def submit(handout: Handout) -> None:
     order = handout.submission
     assert order is not None
     api = HfApi()
-    failures: tuple[type[Exception], ...] = (*network_errors(), ValueError)
+    # hf_xet, which takes a local script to the Hub, raises `RuntimeError` where the network fails
+    failures: tuple[type[Exception], ...] = (*network_errors(), ValueError, RuntimeError)
     for job in order.jobs:
         try:
             info = _submit_one(api, order, job)

@@ -28,6 +28,7 @@ from .submission import (
     plural,
     words_of_shard,
 )
+from .work_ref import MAIN
 
 if TYPE_CHECKING:
     from huggingface_hub import JobInfo
@@ -68,7 +69,7 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
     labels = {
         "script": label_text(Path(run.script).stem),
         "model": label_text(options.model),
-        "output": label_text(str(run.output)),
+        "output": label_text(_destination(run)),
         "split": label_text(str(run.at.plan.target)),
     }
     namespace = find_namespace(options.jobs_namespace)
@@ -92,6 +93,12 @@ def plan_submission(run: Run, hosting: Hosting) -> Submission:
         running=running,
         estimate=estimate,
     )
+
+
+def _destination(run: Run) -> str:
+    """Name what the jobs write to: two branches of one dataset are two things."""
+    at = "pull-request" if run.output.create_pr else run.output.revision
+    return str(run.output) if at == MAIN else f"{run.output}@{at}"
 
 
 def shard_jobs(run: Run, count: int) -> list[ShardJob]:

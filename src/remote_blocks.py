@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .blocks import WHOLE, BlockFolder, Shard, Target, Whole, count_values, settings_in
 from .errors import PublishError, network_errors
 from .patience import Patience
-from .uploads import Carrier, Uploads
+from .uploads import HURRY_S, Carrier, Uploads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,6 +60,13 @@ class RemoteBlocks(ABC):
     def _opened(self, number: int) -> Any:
         """Open a block that is on the Hub."""
 
+    def _bytes_of(self, number: int) -> int:
+        """Return the size of a block that is on the Hub."""
+        size = self._on_hub().get(number)
+        if size is None:
+            raise PublishError(f"{self.where(number)} was removed by somebody; run again to write it anew")
+        return size
+
     @abstractmethod
     def _open_to_write(self) -> None:
         """Make ready what blocks are collected in; fail where we may not write there."""
@@ -92,8 +99,9 @@ class RemoteBlocks(ABC):
         self._there = {**self._on_hub(), **committed}
 
     def _looked(self, look: Callable[[], LookedT], what: str) -> LookedT:
+        retry_for_s = HURRY_S if self._uploads.is_hurried else LOOK_RETRY_S
         try:
-            return Patience(LOOK_RETRY_S).call(look, f"{self._name}: {what}")
+            return Patience(retry_for_s).call(look, f"{self._name}: {what}")
         except network_errors() as error:
             raise PublishError(f"{self._name}: {what} failed: {error}; run again to go on") from error
 

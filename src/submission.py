@@ -94,7 +94,7 @@ class Submission:
             f"secrets: {', '.join(self.secrets) or 'none'}",
             f"labels: {', '.join(f'{key}={value}' for key, value in self.labels.items())}",
             *(
-                f"  shard {job.index} of {job.count}, {job.pages} pages: "
+                f"  shard {job.index} of {job.count}, {plural(job.pages, 'page')}: "
                 f"{shlex.join(['uv', 'run', self.script.name, *job.words])}"
                 for job in self.jobs
             ),

@@ -67,6 +67,11 @@ class Uploads:
         self._failure: PublishError | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_hurried(self) -> bool:
+        """Whether the run was told to end, and has little time left."""
+        return self._patience.is_hurried
+
     def measure_disk(self) -> None:
         """Find out how many bytes may wait here."""
         self._most_bytes = min(MOST_STAGED_BYTES, shutil.disk_usage(self._local.root).free // 2)
@@ -89,10 +94,10 @@ class Uploads:
 
     def end(self, first_error: BaseException | None) -> None:
         """Wait until all that is closed is committed. Raises `PublishError` where it could not be."""
-        if self._thread is None:
-            return
         if isinstance(first_error, Interrupted):
             self._patience.hurry(HURRY_S)
+        if self._thread is None:
+            return
         self._waiting.put(None)
         try:
             self._thread.join()

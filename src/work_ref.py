@@ -58,7 +58,11 @@ def work_ref(place: Destination) -> WorkRef:
 
 
 def branch_name(place: Destination) -> str:
-    """Name the work branch of a destination; no two have the same."""
+    """Name the work branch of a destination: another for each split, configuration and target branch.
+
+    A slash in the target's name becomes `--`, so that `a/b` and `a--b` share one; their blocks tell by their settings
+    whether they may be mixed.
+    """
     split = str(place.target).replace("/", "-")
     at = "" if place.revision == MAIN else f"--at--{place.revision.replace('/', '--')}"
     return f"unfinished-{split}{at}"

@@ -142,6 +142,28 @@ def test_splits_and_configurations_of_one_folder_keep_to_themselves(hub: HubServ
     assert as_read(split="train", path="") == ["traindefault 1", "traindefault 2"]
 
 
+def test_what_another_shard_collects_while_one_publishes_is_not_removed(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = blocks_in(tmp_path / "here"), blocks_in(tmp_path / "there")
+    write(first, "old", "old", anew=True)
+    look = first._verify
+
+    def meanwhile(*seen: Any) -> None:
+        look(*seen)
+        write(second, "new")  # asked again about the rows of block 0
+
+    monkeypatch.setattr(first, "_verify", meanwhile)
+    plan = BlockPlan(Target("train"), 4, 2)
+    first.publish(whole(plan))
+    assert as_read() == ["old 1", "old 2", "old 1", "old 2"]
+    third = blocks_in(tmp_path / "elsewhere")
+    assert third.closed() == {0, 1}, "what readers see counts as done, too"
+    third.publish(whole(plan))
+    assert as_read() == ["new 1", "new 2", "old 1", "old 2"]
+    assert not [path for path in hub.bucket_files("me/out") if "/.unfinished/" in path]
+
+
 def test_a_block_that_a_reader_would_not_find_as_written_is_an_error_and_keeps_what_was_collected(
     hub: HubServer, tmp_path: Path
 ) -> None:

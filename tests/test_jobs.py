@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,6 +285,23 @@ def test_the_same_command_submits_what_is_missing_and_leaves_alone_what_runs(hub
     for job in hub.jobs.all:
         job.labels.pop("shard")
     assert hand_out("--jobs", "4", "--flavor", "a10g-small")[0].code == 2
+
+
+def test_a_network_that_fails_the_upload_of_the_script_is_told_with_what_runs(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = huggingface_hub.HfApi.run_uv_job
+
+    def broken(api: Any, *words: Any, **settings: Any) -> Any:
+        if hub.jobs.all:
+            raise RuntimeError("Data processing error: connection reset")  # as hf_xet says it
+        return submit(api, *words, **settings)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.run_uv_job", broken)
+    ended, said = hand_out("--jobs", "2")
+    assert ended.code == 1
+    assert "shard 1 was not submitted: RuntimeError: Data processing error: connection reset" in said["message"]
+    assert f"me/{hub.jobs.all[0].id}" in said["message"]
 
 
 @pytest.mark.parametrize(("status", "advice"), [(403, "--jobs-namespace ORGANISATION"), (402, "add credit"), (500, "")])

@@ -22,7 +22,7 @@ def card(earlier: str = "", plan: BlockPlan = PLAN, **statuses: int) -> str:
         "me/scans",
         plan,
         statuses or {"ok": 10},
-        {"model": "m", "nothing": None, "words": "a|b\nc"},
+        {"nothing": None, "words": "a|b\nc", "none": [], "labels": ["a", "b"], "fixed": True, "model": "m"},
         "uv run it",
         tags=["LightOnOCR-2-1B"],
     )
@@ -73,8 +73,7 @@ def test_the_card_has_the_yaml_that_load_dataset_needs_and_says_what_happened() 
     assert data["size_categories"] == ["n<1K"]
     assert "Source dataset: `me/scans`" in text
     assert "10 rows: 8 ok, 1 blank, 0 truncated, 0 repetition, 1 error" in text
-    assert "| model | m |" in text
-    assert "| words | a\\|b c |" in text
+    assert "| model | m |\n| words | a\\|b c |\n| labels | a, b |\n| fixed | yes |\n\n" in text
     assert "nothing" not in text
     assert "Unfinished" not in text
 

@@ -315,6 +315,15 @@ def test_a_pull_request_is_a_draft_until_all_blocks_are_there_and_there_is_never
     assert (len(hub.discussions.of(repo)), stub.stats()["requests"]) == (1, 10)
 
 
+def test_the_card_of_a_pull_request_is_of_the_run_that_it_proposes(hub: HubServer, stub: StubVllm) -> None:
+    assert run(stub).code == 0
+    assert run(stub, "--create-pr", "--overwrite", "--temperature", "0.7", "--max-samples", "6").code == 0
+    assert "10 rows: 10 ok" in card_of(hub)[1]
+    _, text = card_of(hub, "refs/pr/1")
+    assert "6 rows: 6 ok" in text
+    assert "| temperature | 0.7 |" in text
+
+
 def test_of_two_pull_requests_opened_at_once_the_first_is_kept(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     repo = hub.create("library/text")
     monkeypatch.setenv("HF_TOKEN", hub.pr_token)
