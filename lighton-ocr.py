@@ -8922,6 +8922,10 @@ def show(handout: Handout) -> None:
         say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
     if not order.jobs:
         return
+    idle = (options.jobs or 1) - len(order.jobs) - len(order.running)
+    if idle:
+        blocks = plural(len(handout.run.at.plan), "block")
+        say(f"{plural(idle, 'shard')} of {options.jobs} need no job: of {blocks} in all, none is left to them")
     for line in order.lines():
         say(line)
     if order.estimate is None:

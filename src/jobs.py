@@ -22,7 +22,7 @@ from .jobs_plan import check_possible_there, plan_submission, reference, referen
 from .options import CommonOptions
 from .preflight import preflight
 from .report import duration, say, say_to_programs
-from .submission import Hosting, ShardJob, Submission, stray_options
+from .submission import Hosting, ShardJob, Submission, plural, stray_options
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, JobInfo
@@ -125,6 +125,10 @@ def show(handout: Handout) -> None:
         say("nothing is left to ask: all blocks are there (--finish publishes what is not published yet)")
     if not order.jobs:
         return
+    idle = (options.jobs or 1) - len(order.jobs) - len(order.running)
+    if idle:
+        blocks = plural(len(handout.run.at.plan), "block")
+        say(f"{plural(idle, 'shard')} of {options.jobs} need no job: of {blocks} in all, none is left to them")
     for line in order.lines():
         say(line)
     if order.estimate is None:

@@ -258,6 +258,12 @@ def test_each_job_gets_its_shard_image_secrets_labels_and_time(hub: HubServer) -
         assert words in ended.stderr
 
 
+def test_shards_without_blocks_need_no_job(hub: HubServer) -> None:
+    ended, said = hand_out("--jobs", "400", "--dry-run", output="me/other")
+    assert f"{400 - len(said['jobs'])} shards of 400 need no job" in ended.advice
+    assert 0 < len(said["jobs"]) < 400
+
+
 def test_the_same_command_submits_what_is_missing_and_leaves_alone_what_runs(hub: HubServer) -> None:
     hub.jobs.accepts = 2
     ended, said = hand_out("--jobs", "4", "--flavor", "a10g-small")
@@ -280,6 +286,7 @@ def test_the_same_command_submits_what_is_missing_and_leaves_alone_what_runs(hub
     # A job that has ended without its blocks is submitted again.
     hub.jobs.all[3].stage = "ERROR"
     ended, said = hand_out("--jobs", "4", "--flavor", "a10g-small")
+    assert "need no job" not in ended.stderr
     assert [job["shard"] for job in said["jobs"]] == [3]
     # One that somebody submitted by hand, and labelled so, is not meddled with either.
     for job in hub.jobs.all:
