@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from .blocks import INFO_COLUMN, ROW_COLUMN, SETTINGS_KEY, Blocks
+from .block_files import SETTINGS_KEY
+from .blocks import INFO_COLUMN, ROW_COLUMN, Blocks
 from .confidence import Confidence
 from .errors import UsageError
 from .grounding import Block

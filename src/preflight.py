@@ -6,7 +6,8 @@ them creates anything: a name with a typo leaves no empty dataset behind.
 
 from __future__ import annotations
 
-from .blocks import BlockFolder, BlockPlan, Shard, check_settings_are_ours
+from .block_files import check_settings_are_ours
+from .blocks import BlockFolder, BlockPlan, Shard
 from .columns import check_columns
 from .errors import UsageError, network_errors
 from .job import Opened, Run, blocks_of, run_settings

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .blocks import WHOLE, BlockFolder, Shard, Target, Whole, count_values, settings_in
+from .block_files import count_values, settings_in
+from .blocks import WHOLE, BlockFolder, Shard, Target, Whole
 from .errors import PublishError, network_errors
 from .patience import Patience
 from .uploads import HURRY_S, Carrier, Uploads

@@ -15,13 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.blocks import (
-    BlockFolder,
-    BlockPlan,
-    Target,
-    check_settings_are_ours,
-    differences,
-)
+from src.block_files import check_settings_are_ours, differences
+from src.blocks import BlockFolder, BlockPlan, Target
 from src.columns import (
     Extras,
     appended_info,
