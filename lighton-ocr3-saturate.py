@@ -1125,7 +1125,12 @@ class Tally:
         """Return what a thousand pages cost at the mean speed; None where no price is known."""
         if self.dollars_per_hour is None or not self.done:
             return None
-        return self.dollars_per_hour / 3.6 / self.pages_per_s()
+        return dollars_per_thousand(self.dollars_per_hour, self.pages_per_s())
+
+
+def dollars_per_thousand(dollars_per_hour: float, pages_per_s: float) -> float:
+    """Return what a thousand pages cost on a machine of this price at this speed."""
+    return 1000 * dollars_per_hour / 3600 / pages_per_s
 
 
 def duration(seconds: float) -> str:
@@ -7444,7 +7449,7 @@ class Runner:
         """Say what a thousand pages cost at this speed; None where no price is known."""
         if self.dollars_per_hour is None or not pages_per_s:
             return None
-        return f"${1000 * self.dollars_per_hour / 3600 / pages_per_s:.2f} per 1,000 pages ({self})"
+        return f"${dollars_per_thousand(self.dollars_per_hour, pages_per_s):.2f} per 1,000 pages ({self})"
 
 
 def find_runner(environment: Mapping[str, str], dollars_per_hour: float | None, started: float) -> Runner:
@@ -9256,7 +9261,8 @@ class Estimate:
     @property
     def dollars_per_thousand_pages(self) -> float | None:
         """What a thousand pages cost."""
-        return None if self.dollars_per_hour is None else self.dollars_per_hour / 3.6 / self.speed.pages_per_s
+        price = self.dollars_per_hour
+        return None if price is None else dollars_per_thousand(price, self.speed.pages_per_s)
 
     def __str__(self) -> str:
         money = ""
@@ -9375,7 +9381,7 @@ class Submission:
     attempts: int
     namespace: str | None
     labels: Mapping[str, str]
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, str] = field(repr=False)
     shape: str
     jobs: tuple[ShardJob, ...]
     running: Mapping[int, JobInfo]  # by shard

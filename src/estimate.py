@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import UsageError
 from .flavors import measured_elsewhere, measured_speed
-from .report import duration, rounded_dollars
+from .report import dollars_per_thousand, duration, rounded_dollars
 
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 TIMEOUT_WITHOUT_ESTIMATE_S = 4 * 3600
@@ -51,7 +51,8 @@ class Estimate:
     @property
     def dollars_per_thousand_pages(self) -> float | None:
         """What a thousand pages cost."""
-        return None if self.dollars_per_hour is None else self.dollars_per_hour / 3.6 / self.speed.pages_per_s
+        price = self.dollars_per_hour
+        return None if price is None else dollars_per_thousand(price, self.speed.pages_per_s)
 
     def __str__(self) -> str:
         money = ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .flavors import Flavor, matching_flavor
 from .hardware import PriceList, no_answer, read_number, read_price_list
 from .machine import find_gpus
+from .report import dollars_per_thousand
 
 FLAVOR_VARIABLE = "LIGHTON_OCR_FLAVOR"
 TIMEOUT_VARIABLE = "LIGHTON_OCR_TIMEOUT_S"
@@ -36,7 +37,7 @@ class Runner:
         """Say what a thousand pages cost at this speed; None where no price is known."""
         if self.dollars_per_hour is None or not pages_per_s:
             return None
-        return f"${1000 * self.dollars_per_hour / 3600 / pages_per_s:.2f} per 1,000 pages ({self})"
+        return f"${dollars_per_thousand(self.dollars_per_hour, pages_per_s):.2f} per 1,000 pages ({self})"
 
 
 def find_runner(environment: Mapping[str, str], dollars_per_hour: float | None, started: float) -> Runner:

@@ -161,7 +161,12 @@ class Tally:
         """Return what a thousand pages cost at the mean speed; None where no price is known."""
         if self.dollars_per_hour is None or not self.done:
             return None
-        return self.dollars_per_hour / 3.6 / self.pages_per_s()
+        return dollars_per_thousand(self.dollars_per_hour, self.pages_per_s())
+
+
+def dollars_per_thousand(dollars_per_hour: float, pages_per_s: float) -> float:
+    """Return what a thousand pages cost on a machine of this price at this speed."""
+    return 1000 * dollars_per_hour / 3600 / pages_per_s
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class Submission:
     attempts: int
     namespace: str | None
     labels: Mapping[str, str]
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, str] = field(repr=False)
     shape: str
     jobs: tuple[ShardJob, ...]
     running: Mapping[int, JobInfo]  # by shard
