@@ -243,8 +243,6 @@ def image_url(body: object) -> str:
     model = body.get("model")
     if model and model != MODEL_ID:
         raise RequestError(f"The model `{model}` does not exist.", HTTPStatus.NOT_FOUND, "model")
-    if body.get("stream"):
-        raise RequestError("This server does not stream: leave `stream` out.", param="stream")
     if body.get("n") not in (None, 1):
         raise RequestError("This server gives one answer: leave `n` out.", param="n")
     urls = [url for part in _content_parts(body.get("messages")) if (url := _part_url(part)) is not None]
@@ -510,7 +508,8 @@ class Server:
         from starlette.responses import JSONResponse, Response
 
         try:
-            url = image_url(await _json(request))
+            body = await _json(request)
+            url = image_url(body)
             page = await _unless_client_leaves(request, self.reader.read(url, self.media_path))
         except asyncio.CancelledError:
             # Told to stop: uvicorn gives requests a second, then cancels them.
@@ -526,6 +525,8 @@ class Server:
             self.gauges.finish("abort")
             return Response(status_code=499)
         self.gauges.finish("stop", page)
+        if isinstance(body, dict) and body.get("stream"):
+            return Response(events(completion(page)), media_type="text/event-stream")
         return JSONResponse(completion(page))
 
     async def models(self, _: Request) -> Response:
@@ -608,6 +609,18 @@ def completion(page: Page) -> dict[str, Any]:
         "choices": [choice],
         "usage": usage,
     }
+
+
+def events(answer: dict[str, Any]) -> str:
+    """Say a completion as the events of a stream: a page is read as a whole, so its text is one of them."""
+    choice, usage = answer["choices"][0], answer["usage"]
+    deltas = [
+        {"index": 0, "delta": {"role": "assistant", "content": choice["message"]["content"]}, "finish_reason": None},
+        {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]},
+    ]
+    head = {**answer, "object": "chat.completion.chunk", "usage": None}
+    chunks = [*({**head, "choices": [delta]} for delta in deltas), {**head, "choices": [], "usage": usage}]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 def model_card(root: str, created: int) -> dict[str, Any]:
