@@ -109,7 +109,7 @@ def test_a_block_beyond_the_last_is_refused_by_name(words: tuple[str, ...], tmp_
     shutil.copy(last, last.with_name("train-000007.parquet"))
     ended = run_here(*words)
     assert ended.code == 2
-    assert "train-000007.parquet lies beyond the 3 blocks" in ended.advice
+    assert "train-000007.parquet lies beyond this output's last block, 2" in ended.advice
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 cut short"])
