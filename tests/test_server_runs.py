@@ -771,7 +771,7 @@ INPUTS = {
     "empty folder": (["{tmp}/empty"], ["can't be read as a dataset"]),
     "split": (["{tmp}/in", "--split", "test"], ["no split 'test'", "takes one of: train"]),
     "config": (["{tmp}/in", "--config", "letters"], ["letters", "default"]),
-    "column": (["{tmp}/in", "--image-column", "page"], ["no column 'page'", "id, image, kind"]),
+    "column": (["{tmp}/in", "--image-column", "page"], ["no column 'page'", "--image-column takes one of: image"]),
     "column of numbers": (["{tmp}/in", "--image-column", "id"], ["'id' holds no pictures"]),
 }
 
