@@ -10058,8 +10058,9 @@ def bytes_of_row(source: Source, without: str | None = None) -> float | None:
 def check_room(folder: Path, rows: int, row_bytes: float, advice: str, freed: int = 0) -> None:
     """Raise `UsageError` where `rows` more rows do not fit on the disk of `folder`; `freed` bytes are to be removed."""
     needed = rows * row_bytes
-    free = shutil.disk_usage(_existing(folder)).free + freed
-    if needed > free:
+    disk = shutil.disk_usage(_existing(folder))
+    free = disk.free + freed
+    if needed > free and disk.total:  # what has no size, such as /proc, is no disk: writing there says why it fails
         raise UsageError(
             f"{rows} rows need about {_in_gigabytes(needed)} in {str(folder)!r}, and {_in_gigabytes(free)} are free on "
             f"its disk; free some, or {advice}"

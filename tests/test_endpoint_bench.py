@@ -22,6 +22,8 @@ from tests.stub_vllm import Answer as StubAnswer
 from tests.tiny_lightonocr.drawn import drawn_pages
 from tests.vllm_cpu import TinyServer
 
+pytestmark = pytest.mark.slow  # other programs are started
+
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # other programs are started
+
+
 FILES, ROWS_A_FILE = 4, 4
 ROWS = FILES * ROWS_A_FILE
 WORK = "unfinished-train"

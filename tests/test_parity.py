@@ -400,6 +400,7 @@ def test_every_local_form_of_a_dataset_is_read(tmp_path: Path, capsys: pytest.Ca
     assert record["a"]["made_by"] == record["b"]["made_by"] != []
 
 
+@pytest.mark.slow
 def test_from_the_hub_the_text_is_fetched_and_the_pictures_are_not(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     pictures = [random.Random(row).randbytes(200_000) for row in range(40)]

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
+pytestmark = pytest.mark.slow  # other programs are started
+
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "rapidocr-server.py"
 PAGES = ROOT / "examples" / "pages"

@@ -38,6 +38,9 @@ from tests.stub_vllm import DEFAULT_MODEL, StubVllm, read_journal
 from tests.tiny_lightonocr.drawn import drawn_pages
 from tests.vllm_cpu import TinyServer, free_port, serve_tiny
 
+pytestmark = pytest.mark.slow  # other programs are started
+
+
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("vllm_router") is None, reason="vllm-router is built for Linux on x86-64 only"
 )

@@ -100,6 +100,7 @@ def test_the_blocks_are_those_of_the_server_script(tmp_path: Path, stub: StubVll
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_four_shards_share_an_output_and_one_that_was_killed_goes_on(tmp_path: Path, stub: StubVllm) -> None:
     rows, block_rows = 160, 5
     pages, out = write_pages(tmp_path / "pages.parquet", rows), tmp_path / "out"
@@ -372,6 +373,7 @@ def assert_never_half(hub: HubServer, repo: str, split: str) -> None:
             assert {"split": split, "path": f"data/{split}-*.parquet"} in card["configs"][0]["data_files"]
 
 
+@pytest.mark.slow
 def test_four_shards_commit_to_one_hub_dataset_at_once_and_one_that_was_killed_goes_on(
     tmp_path: Path, stub: StubVllm
 ) -> None:
@@ -467,6 +469,7 @@ def test_a_run_that_is_terminated_commits_and_another_machine_goes_on_with_the_b
         assert_input_is_kept(table.combine_chunks(), output_table(out, "letters"))
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_a_commit_costs_no_page_and_the_same_command_publishes_the_rest(
     tmp_path: Path, stub: StubVllm
 ) -> None:
@@ -516,6 +519,7 @@ def test_a_hub_that_refuses_a_commit_costs_no_page_and_the_same_command_publishe
         assert_all_read(output_table(download(hub, "me/text", tmp_path / "published")), range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_folder_of_pictures_on_the_hub_is_streamed_and_a_resumed_run_fetches_only_its_own(
     tmp_path: Path, stub: StubVllm
 ) -> None:

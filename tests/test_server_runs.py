@@ -767,7 +767,7 @@ INPUTS = {
     "unreachable Hub dataset": (["me/scans"], ["'me/scans' can't be read as a dataset"]),  # asked for half a minute
     "text file": (["{tmp}/notes.txt"], ["is a file but not parquet"]),
     "broken parquet": (["{tmp}/broken.parquet"], ["can't be read as a dataset", "broken.parquet"]),
-    "folder of texts": (["{tmp}/texts"], ["--image-column"]),
+    "folder of texts": (["{tmp}/texts"], ["no column of pictures, only text (string)"]),
     "empty folder": (["{tmp}/empty"], ["can't be read as a dataset"]),
     "split": (["{tmp}/in", "--split", "test"], ["no split 'test'", "takes one of: train"]),
     "config": (["{tmp}/in", "--config", "letters"], ["letters", "default"]),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # other programs are started
+
+
 METRIC = re.compile(r"\b(?:vllm:\w+|up|ALERTS)\b")
 # Prometheus makes these itself; a firing alert is not there while all is well.
 OF_PROMETHEUS = {"up", "ALERTS"}

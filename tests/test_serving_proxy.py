@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # other programs are started
+
+
 KEY = "sesame-8"
 MB = 1024 * 1024
 PAGE_TEXT = json.loads((ROOT / "examples/truth.json").read_text())["01-title.png"]

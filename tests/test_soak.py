@@ -44,9 +44,10 @@ def server_options(seed: int, deaths: float, freezes: float) -> str:
     return " ".join([fault(READABLE), *(f'--fault "{spec}"' for spec in specs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pages",
-    [1_000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])],
+    [1_000, pytest.param(20_000, marks=pytest.mark.timeout(1500))],
 )
 def test_every_row_has_its_result_and_every_count_is_what_the_servers_saw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: int, capsys: pytest.CaptureFixture[str]

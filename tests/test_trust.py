@@ -297,6 +297,7 @@ def test_a_server_that_dies_or_freezes_is_started_again_and_no_row_is_lost(
     assert_gone(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_in_its_own_process_survives_that_its_server_is_killed_or_stopped(
     tmp_path: Path, pages: Path, number: signal.Signals
@@ -404,6 +405,7 @@ def test_a_run_that_is_killed_leaves_no_server_behind(tmp_path: Path, pages: Pat
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the server and its child are gone")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_its_server_starts_leaves_none_behind(tmp_path: Path, pages: Path) -> None:
     command, children = server_with_a_child(tmp_path, "--slow-start", "600")
     with Running(pages, tmp_path / "out", "--serve-command", command) as run:
@@ -414,6 +416,7 @@ def test_a_run_that_is_killed_while_its_server_starts_leaves_none_behind(tmp_pat
     wait_until(lambda: not any(is_running(pid) for pid in pids), "the server and its child are gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_while_it_restarts_its_server_ends(
     tmp_path: Path, pages: Path, number: signal.Signals
